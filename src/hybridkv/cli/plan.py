@@ -1,0 +1,87 @@
+"""`hybridkv plan`: what a model's cache needs, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from hybridkv.cli.tables import compare_table, console, plan_tables
+from hybridkv.errors import HybridKVError, PlanError
+from hybridkv.models import load_model
+from hybridkv.plan import Plan, PlanOptions, make_plan
+from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
+from hybridkv.plan.report import plan_report
+from hybridkv.spec import DType
+from hybridkv.units import parse_size
+
+
+def plan_command(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="A directory with a config.json, a config.json, or a name that 'hybridkv models' lists.",
+        ),
+    ],
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks; the plan is for one of them.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory for the cache of one rank: 80GiB, 80G, 512M ...")] = "80GiB",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Type of K, V and latents: bf16, fp16, fp32, fp8 ... Default: the model's.")
+    ] = None,
+    state_dtype: Annotated[
+        str | None, typer.Option(help="Type of recurrent states. Default: what the config asks for, else fp32.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(help="Tokens in a block.")] = DEFAULT_BLOCK_TOKENS,
+    attn_pack_size: Annotated[
+        int | None, typer.Option(help="Full-attention layers that share a page. Default: all of them.")
+    ] = None,
+    row_layers: Annotated[int, typer.Option(help="Layers in a row, the unit of layerwise I/O.")] = DEFAULT_ROW_LAYERS,
+    row_order: Annotated[
+        str, typer.Option(help="Order inside a row, outermost first: h heads, l layers, k K/V, t tokens.")
+    ] = DEFAULT_ROW_ORDER,
+    taps: Annotated[str | None, typer.Option(help="Layers whose hidden states may be asked for: 0,12,24.")] = None,
+    max_len: Annotated[int, typer.Option(help="Length of the requests to fit, in tokens.")] = 32768,
+    compare: Annotated[bool, typer.Option("--compare", help="One table, one line a model.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: an object, or a list for several models.")
+    ] = False,
+) -> None:
+    """Plan the cache of one tensor-parallel rank of a model.
+
+    Shows its groups, pages and rows, what a token and a checkpoint cost, how many requests fit, and what one uniform
+    page size would cost instead.
+    """
+    if max_len < 1:
+        raise PlanError(f"max-len {max_len}: a request has at least 1 token")
+    options = PlanOptions(parse_size(memory), block_tokens, attn_pack_size, row_layers, row_order)
+    plans = [_plan(model, options, tp, kv_dtype, state_dtype, _layer_numbers(taps)) for model in models]
+    if as_json:
+        reports = [plan_report(plan, max_len) for plan in plans]
+        typer.echo(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
+    elif compare:
+        console().print(compare_table(plans, max_len))
+    else:
+        for plan in plans:
+            console().print(plan_tables(plan, max_len))
+
+
+def _plan(
+    model: str, options: PlanOptions, tp: int, kv_dtype: str | None, state_dtype: str | None, taps: list[int]
+) -> Plan:
+    spec = load_model(
+        model,
+        tp=tp,
+        kv_dtype=DType.parse(kv_dtype) if kv_dtype else None,
+        state_dtype=DType.parse(state_dtype) if state_dtype else None,
+        taps=taps,
+    )
+    return make_plan(spec, options)
+
+
+def _layer_numbers(text: str | None) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        raise HybridKVError(f"taps {text!r} is not a list of layers: write it as 0,12,24") from None

@@ -1,0 +1,89 @@
+"""Typed access to one Hugging Face config: the value, else the family's default, else a clear error.
+
+transformers leaves out of config.json (or has left out, in older releases) whatever equals the default of the config
+class, so each family brings those defaults along. Nothing here knows what the values mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridkv.errors import ConfigError
+from hybridkv.spec import DType, Split
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One model's text config, as seen from one tensor-parallel rank."""
+
+    name: str
+    model_type: str
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    tp: int = 1
+    rank: int = 0
+    dtype: DType = DType.BFLOAT16
+    kv_dtype: DType = DType.BFLOAT16
+    state_dtype: DType = DType.FLOAT32
+
+    def get(self, *keys: str, default: Any = _REQUIRED) -> Any:
+        """The first of `keys` the config sets; a null counts as set. Several keys: one field under several names."""
+        for source in (self.values, self.defaults):
+            for key in keys:
+                if key in source:
+                    return source[key]
+        if default is not _REQUIRED:
+            return default
+        raise ConfigError(f"config of {self.name} ({self.model_type}) has no {keys[0]!r}: add it to config.json")
+
+    def integer(self, *keys: str) -> int:
+        """A positive integer."""
+        return self._positive(keys[0], self.get(*keys))
+
+    def optional_integer(self, *keys: str) -> int | None:
+        """A positive integer, or None where the config says null or nothing."""
+        value = self.get(*keys, default=None)
+        return None if value is None else self._positive(keys[0], value)
+
+    def optional_count(self, *keys: str) -> int:
+        """An integer from 0 on; null or nothing is 0."""
+        value = self.get(*keys, default=None)
+        return 0 if value in (None, 0) else self._positive(keys[0], value)
+
+    def integers(self, *keys: str) -> list[int]:
+        """A list of integers from 0 on; null or nothing is an empty list."""
+        value = self.get(*keys, default=None) or []
+        if not isinstance(value, list) or any(not isinstance(x, int) or x < 0 for x in value):
+            raise self._bad(keys[0], value, "a list of integers")
+        return [int(x) for x in value]
+
+    def strings(self, *keys: str) -> list[str] | None:
+        """A list of strings, or None where the config says null or nothing."""
+        value = self.get(*keys, default=None)
+        if value is not None and (not isinstance(value, list) or any(not isinstance(x, str) for x in value)):
+            raise self._bad(keys[0], value, "a list of strings")
+        return value
+
+    @property
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    def even(self, total: int, what: str) -> Split:
+        """This rank's equal part of `total`."""
+        return Split.even(total, self.tp, self.rank, f"{what} of {self.name}")
+
+    def replicated(self, total: int, what: str) -> Split:
+        """This rank's part of `total`; the same unit on several ranks when there are fewer units than ranks."""
+        return Split.replicated(total, self.tp, self.rank, f"{what} of {self.name}")
+
+    def _positive(self, key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._bad(key, value, "a positive integer")
+        return value
+
+    def _bad(self, key: str, value: Any, expected: str) -> ConfigError:
+        return ConfigError(f"config of {self.name} ({self.model_type}): {key!r} is {value!r}, expected {expected}")

@@ -1,0 +1,197 @@
+"""Families with state-space layers: Mamba-2 and Mamba-1, beside attention, inside the same layer, or alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridkv.errors import ConfigError
+from hybridkv.models.config import Config
+from hybridkv.models.family import Layers, all_layers, family, given_or, where
+from hybridkv.models.layers import full_attention, keeps_nothing, key_value, mamba1, mamba2
+from hybridkv.spec import FullAttention, LayerSpec
+
+_BAMBA: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+
+
+def _bamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """Mamba-2 under the field names that Bamba, Granite and Falcon-H1 share."""
+    heads = cfg.integer("mamba_n_heads")
+    inner = cfg.optional_integer("mamba_d_ssm") or cfg.integer("mamba_expand") * cfg.integer("hidden_size")
+    derived = cfg.get("mamba_d_head") in ("auto", None)
+    return mamba2(
+        cfg,
+        layer,
+        heads=heads,
+        head_dim=inner // heads if derived else cfg.integer("mamba_d_head"),
+        groups=cfg.integer("mamba_n_groups"),
+        state=cfg.integer("mamba_d_state"),
+        kernel=cfg.integer("mamba_d_conv"),
+    )
+
+
+def _bamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return (*full_attention(cfg, layer), *_bamba_mixer(cfg, layer))
+
+
+@family("falcon_h1", num_key_value_heads=8, mamba_d_ssm=1024, **_BAMBA)
+def falcon_h1(cfg: Config) -> Layers:
+    """Every layer runs attention and Mamba-2 side by side and keeps both."""
+    return Layers(all_layers(cfg, "hybrid"), {"hybrid": _bamba_mixer_and_attention})
+
+
+@family("bamba", num_key_value_heads=8, attn_layer_indices=None, **_BAMBA)
+def bamba(cfg: Config) -> Layers:
+    types = where(cfg, cfg.integers("attn_layer_indices"), "full_attention", "linear_attention")
+    return Layers(types, {"full_attention": full_attention, "linear_attention": _bamba_mixer})
+
+
+@family("granitemoehybrid", num_key_value_heads=None, **_BAMBA)
+def granite_hybrid(cfg: Config) -> Layers:
+    types = given_or(cfg, all_layers(cfg, "linear_attention"))
+    return Layers(types, {"full_attention": full_attention, "linear_attention": _bamba_mixer})
+
+
+@family(
+    "nemotron_h",
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    n_groups=8,
+    ssm_state_size=128,
+    conv_kernel=4,
+    mamba_ssm_cache_dtype="float32",
+)
+def nemotron_h(cfg: Config) -> Layers:
+    """MLP and MoE blocks are layers of their own and keep nothing."""
+    makers = {
+        "full_attention": full_attention,
+        "linear_attention": _nemotron_mixer,
+        "mlp": keeps_nothing,
+        "moe": keeps_nothing,
+    }
+    return Layers(_nemotron_types(cfg), makers)
+
+
+def _nemotron_types(cfg: Config) -> list[str]:
+    """The list of blocks, or the pattern string of older checkpoints; num_hidden_layers has no say."""
+    types = cfg.strings("layers_block_type", "layer_types")
+    if types is not None:
+        return types
+    pattern = cfg.get("hybrid_override_pattern", default=None)
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"config of {cfg.name} (nemotron_h) has no layers_block_type: add it to config.json")
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [names.get(letter, letter) for letter in pattern]
+
+
+def _nemotron_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return mamba2(
+        cfg,
+        layer,
+        heads=cfg.integer("mamba_num_heads"),
+        head_dim=cfg.integer("mamba_head_dim"),
+        groups=cfg.integer("mamba_n_groups", "n_groups"),
+        state=cfg.integer("ssm_state_size"),
+        kernel=cfg.integer("mamba_d_conv", "conv_kernel"),
+    )
+
+
+@family(
+    "zamba2",
+    hidden_size=2560,
+    num_hidden_layers=54,
+    num_attention_heads=32,
+    num_key_value_heads=None,
+    n_mamba_heads=8,
+    mamba_ngroups=1,
+    mamba_d_state=64,
+    mamba_d_conv=4,
+    mamba_expand=2,
+)
+def zamba2(cfg: Config) -> Layers:
+    """Hybrid layers run a shared attention block, then Mamba-2; each of them keeps KV of its own."""
+    letters = "m" + "mmmmmh" * 7 + "mmmmh" + "mmmh" + "mm"
+    types = ["hybrid" if letter == "h" else "linear_attention" for letter in letters]
+    return Layers(given_or(cfg, types), {"linear_attention": _zamba_mixer, "hybrid": _zamba_mixer_and_attention})
+
+
+def _zamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    heads = cfg.integer("n_mamba_heads")
+    return mamba2(
+        cfg,
+        layer,
+        heads=heads,
+        head_dim=cfg.integer("mamba_expand") * cfg.integer("hidden_size") // heads,
+        groups=cfg.integer("mamba_ngroups"),
+        state=cfg.integer("mamba_d_state"),
+        kernel=cfg.integer("mamba_d_conv"),
+    )
+
+
+def _zamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """The shared block sees the layer's input beside the embeddings: twice the hidden size."""
+    head_dim = 2 * cfg.integer("hidden_size") // cfg.integer("num_attention_heads")
+    return (FullAttention(layer, key_value(cfg, head_dim)), *_zamba_mixer(cfg, layer))
+
+
+@family(
+    "jamba",
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    attn_layer_period=8,
+    attn_layer_offset=4,
+    mamba_d_state=16,
+    mamba_d_conv=4,
+    mamba_expand=2,
+)
+def jamba(cfg: Config) -> Layers:
+    period, offset = cfg.integer("attn_layer_period"), cfg.optional_count("attn_layer_offset")
+    types = ["full_attention" if i % period == offset else "linear_attention" for i in range(cfg.num_layers)]
+    return Layers(types, {"full_attention": full_attention, "linear_attention": _jamba_mixer})
+
+
+def _jamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    channels = cfg.integer("mamba_expand") * cfg.integer("hidden_size")
+    return mamba1(cfg, layer, channels, cfg.integer("mamba_d_state"), cfg.integer("mamba_d_conv"))
+
+
+@family(
+    "mamba2",
+    hidden_size=4096,
+    num_hidden_layers=64,
+    num_heads=128,
+    head_dim=64,
+    n_groups=8,
+    state_size=128,
+    conv_kernel=4,
+)
+def mamba2_only(cfg: Config) -> Layers:
+    """States alone: nothing grows with the sequence."""
+    return Layers(all_layers(cfg, "linear_attention"), {"linear_attention": _mamba2_mixer})
+
+
+def _mamba2_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return mamba2(
+        cfg,
+        layer,
+        heads=cfg.integer("num_heads"),
+        head_dim=cfg.integer("head_dim"),
+        groups=cfg.integer("n_groups"),
+        state=cfg.integer("state_size"),
+        kernel=cfg.integer("conv_kernel"),
+    )

@@ -1,0 +1,90 @@
+"""The registry of model families, and what they share.
+
+A family is one function from a `Config` to its layer types and a maker for each type. A type without a maker is
+refused by name, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hybridkv.errors import ConfigError
+from hybridkv.models.config import Config
+from hybridkv.models.layers import Maker
+from hybridkv.spec import LayerSpec
+
+
+class Layers(NamedTuple):
+    """What a family says of a config: the type of each decoder layer, and how each type is made."""
+
+    types: Sequence[str]
+    makers: Mapping[str, Maker]
+
+
+Describe = Callable[[Config], Layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    describe: Describe
+    defaults: Mapping[str, Any]
+    """What the transformers config class assumes where config.json is silent."""
+
+
+FAMILIES: dict[str, Family] = {}
+
+# Names in older checkpoints -> the names transformers uses now.
+_LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def family(model_type: str, **defaults: Any) -> Callable[[Describe], Describe]:
+    """Register a function as the family `model_type`; it may be registered for several, each with its defaults."""
+
+    def register(describe: Describe) -> Describe:
+        FAMILIES[model_type] = Family(describe, defaults)
+        return describe
+
+    return register
+
+
+def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
+    """The layer specs of a config."""
+    specs: list[LayerSpec] = []
+    for layer, written in enumerate(layers.types):
+        maker = layers.makers.get(_LEGACY_TYPES.get(written, written))
+        if maker is None:
+            raise ConfigError(
+                f"layer {layer} of {cfg.name} has unknown layer type {written!r}: "
+                f"{cfg.model_type} models may have {', '.join(sorted(layers.makers))}"
+            )
+        specs += maker(cfg, layer)
+    return tuple(specs)
+
+
+def given_or(cfg: Config, default: Sequence[str]) -> Sequence[str]:
+    """The config's own list of layer types, or `default`: in both cases one for each layer."""
+    types = cfg.strings("layer_types", "layers_block_type") or default
+    if len(types) != cfg.num_layers:
+        raise ConfigError(
+            f"config of {cfg.name} has {len(types)} layer types for num_hidden_layers {cfg.num_layers}: make them agree"
+        )
+    return types
+
+
+def all_layers(cfg: Config, layer_type: str) -> list[str]:
+    return [layer_type] * cfg.num_layers
+
+
+def every(cfg: Config, interval: int, last: str, others: str) -> list[str]:
+    """`last` at every `interval`-th layer, `others` between."""
+    return [last if (i + 1) % interval == 0 else others for i in range(cfg.num_layers)]
+
+
+def where(cfg: Config, chosen: Sequence[int], there: str, elsewhere: str) -> list[str]:
+    """`there` at the chosen layers (counted from 0), `elsewhere` at the others."""
+    outside = [layer for layer in chosen if layer >= cfg.num_layers]
+    if outside:
+        raise ConfigError(f"config of {cfg.name}: layer {outside[0]} is named, but it has {cfg.num_layers} layers")
+    return [there if i in chosen else elsewhere for i in range(cfg.num_layers)]

@@ -1,0 +1,130 @@
+"""Makers of layer specs: one small function for each way a layer keeps a past.
+
+A maker reads its sizes from the config under the names most families share; families with other names pass the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybridkv.models.config import Config
+from hybridkv.spec import (
+    ChunkedLocal,
+    FullAttention,
+    HiddenTap,
+    LatentAttention,
+    LayerSpec,
+    LinearState,
+    Part,
+    SlidingWindow,
+    Split,
+)
+
+Maker = Callable[[Config, int], tuple[LayerSpec, ...]]
+
+
+def keeps_nothing(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """MLP and MoE blocks of models that count them as layers; layers that reuse another layer's KV."""
+    return ()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def key_value(cfg: Config, head_dim: int | None = None) -> tuple[Part, Part]:
+    """K and V of one token. Query heads are not kept, but must split too."""
+    heads = cfg.integer("num_attention_heads")
+    cfg.even(heads, "attention heads")
+    kv_heads = cfg.replicated(cfg.optional_integer("num_key_value_heads") or heads, "KV heads")
+    dim = head_dim or cfg.optional_integer("head_dim") or cfg.integer("hidden_size") // heads
+    return (Part("k", (kv_heads,), (dim,), cfg.kv_dtype), Part("v", (kv_heads,), (dim,), cfg.kv_dtype))
+
+
+def full_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return (FullAttention(layer, key_value(cfg)),)
+
+
+def sliding_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return (SlidingWindow(layer, key_value(cfg), cfg.integer("sliding_window")),)
+
+
+def chunked_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return (ChunkedLocal(layer, key_value(cfg), cfg.integer("attention_chunk_size")),)
+
+
+def latent_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """MLA: query heads split over ranks, but every rank needs the whole latent."""
+    cfg.even(cfg.integer("num_attention_heads"), "attention heads")
+    one = (Split.whole(1),)
+    latent = Part("latent", one, (cfg.integer("kv_lora_rank"),), cfg.kv_dtype)
+    rope = Part("rope", one, (cfg.integer("qk_rope_head_dim"),), cfg.kv_dtype)
+    return (LatentAttention(layer, (latent, rope)),)
+
+
+def hidden_tap(cfg: Config, layer: int) -> LayerSpec:
+    """Hidden states are whole on every rank."""
+    return HiddenTap(layer, (Part("hidden", (Split.whole(1),), (cfg.integer("hidden_size"),), cfg.dtype),))
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+# A causal convolution of width w needs the last w - 1 inputs. Convolution inputs are activations and keep the model's
+# dtype; recurrent states accumulate over the whole sequence and have a dtype of their own.
+
+
+def conv_part(cfg: Config, runs: tuple[Split, ...], kernel: int) -> Part:
+    return Part("conv", runs, (kernel - 1,), cfg.dtype)
+
+
+def delta_rule(
+    cfg: Config, layer: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int
+) -> tuple[LayerSpec, ...]:
+    """Convolved queries, keys and values; one key_dim x value_dim matrix a value head."""
+    cfg.even(key_heads, "linear key heads")
+    heads = cfg.even(value_heads, "linear value heads")
+    keys = cfg.even(key_heads * key_dim, "linear key channels")
+    values = cfg.even(value_heads * value_dim, "linear value channels")
+    recurrent = Part("recurrent", (heads,), (key_dim, value_dim), cfg.state_dtype)
+    return (LinearState(layer, (conv_part(cfg, (keys, keys, values), kernel), recurrent)),)
+
+
+def gated_delta_net(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    return delta_rule(
+        cfg,
+        layer,
+        key_heads=cfg.integer("linear_num_key_heads"),
+        value_heads=cfg.integer("linear_num_value_heads"),
+        key_dim=cfg.integer("linear_key_head_dim"),
+        value_dim=cfg.integer("linear_value_head_dim"),
+        kernel=cfg.integer("linear_conv_kernel_dim"),
+    )
+
+
+def mamba2(
+    cfg: Config, layer: int, heads: int, head_dim: int, groups: int, state: int, kernel: int
+) -> tuple[LayerSpec, ...]:
+    """Convolved inputs, B and C (shared by the heads of a group); one head_dim x state matrix a head."""
+    inputs = cfg.even(heads * head_dim, "state-space channels")
+    group = cfg.replicated(groups, "state-space groups")
+    shared = Split(groups * state, group.start * state, group.count * state)
+    recurrent = Part("recurrent", (cfg.even(heads, "state-space heads"),), (head_dim, state), cfg.state_dtype)
+    return (LinearState(layer, (conv_part(cfg, (inputs, shared, shared), kernel), recurrent)),)
+
+
+def mamba1(cfg: Config, layer: int, channels: int, state: int, kernel: int) -> tuple[LayerSpec, ...]:
+    """Convolved inputs; one state vector a channel."""
+    inputs = cfg.even(channels, "state-space channels")
+    recurrent = Part("recurrent", (inputs,), (state,), cfg.state_dtype)
+    return (LinearState(layer, (conv_part(cfg, (inputs,), kernel), recurrent)),)
+
+
+def lightning(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """Lightning attention: one head_dim x head_dim matrix a head, no convolution."""
+    heads = cfg.integer("num_attention_heads")
+    dim = cfg.optional_integer("head_dim") or cfg.integer("hidden_size") // heads
+    recurrent = Part("recurrent", (cfg.even(heads, "linear attention heads"),), (dim, dim), cfg.state_dtype)
+    return (LinearState(layer, (recurrent,)),)
+
+
+def short_conv(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    channels = cfg.even(cfg.integer("hidden_size"), "convolution channels")
+    return (LinearState(layer, (conv_part(cfg, (channels,), cfg.integer("conv_L_cache")),)),)

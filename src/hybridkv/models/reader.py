@@ -1,0 +1,167 @@
+"""Find a model's config, read it, and turn it into a `ModelSpec`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybridkv.errors import ConfigError, ParallelismError
+from hybridkv.models import families as _families  # noqa: F401  (fills FAMILIES)
+from hybridkv.models.catalogue import find, similar
+from hybridkv.models.config import Config
+from hybridkv.models.family import FAMILIES, make_layers
+from hybridkv.models.layers import hidden_tap
+from hybridkv.spec import DType, ModelSpec
+
+# Sizes tried when we say which tensor-parallel sizes would work.
+_COMMON_TP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A config and where it came from."""
+
+    name: str
+    config: Mapping[str, Any]
+    text: str
+    verified: bool
+
+
+def load_model(
+    model: str | Path,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    kv_dtype: DType | None = None,
+    state_dtype: DType | None = None,
+    taps: Sequence[int] = (),
+) -> ModelSpec:
+    """The spec of `model`: a directory with a config.json, such a file, or a name of the catalogue."""
+    source = _locate(model)
+    return read_config(
+        source.config,
+        name=source.name,
+        tp=tp,
+        rank=rank,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+        taps=taps,
+        source=source.text,
+        verified=source.verified,
+    )
+
+
+def read_config(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    tp: int = 1,
+    rank: int = 0,
+    kv_dtype: DType | None = None,
+    state_dtype: DType | None = None,
+    taps: Sequence[int] = (),
+    source: str = "a config",
+    verified: bool = True,
+) -> ModelSpec:
+    """The spec of a config that is already in memory.
+
+    KV takes the model's dtype unless `kv_dtype` says otherwise. Recurrent states take `state_dtype`, else what the
+    config asks for, else float32: rounding errors in them live as long as the sequence.
+    """
+    if tp < 1 or not 0 <= rank < tp:
+        raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 or more, ranks count from 0")
+    cfg = _open_config(config, name)
+    cfg = replace(cfg, tp=tp, rank=rank, kv_dtype=kv_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype)
+    layers = FAMILIES[cfg.model_type].describe(cfg)
+    num_layers = len(layers.types)
+    try:
+        specs = make_layers(cfg, layers)
+    except ParallelismError as error:
+        raise ParallelismError(f"{error}; sizes that work: {_working_sizes(cfg)}") from None
+    for tap in taps:
+        if not 0 <= tap < num_layers:
+            raise ConfigError(f"{name} has no layer {tap} to tap: choose from 0 to {num_layers - 1}")
+    return ModelSpec(
+        name=name,
+        model_type=cfg.model_type,
+        num_layers=num_layers,
+        hidden_size=cfg.integer("hidden_size"),
+        dtype=cfg.dtype,
+        tp=tp,
+        rank=rank,
+        layers=(*specs, *(hidden_tap(cfg, tap) for tap in sorted(set(taps)))),
+        source=source,
+        verified=verified,
+    )
+
+
+def _open_config(config: Mapping[str, Any], name: str) -> Config:
+    """The config of the language model (multimodal models nest it), with its family's defaults and its own dtypes."""
+    outer = config.get("model_type")
+    if not isinstance(outer, str):
+        raise ConfigError(f"config of {name} has no model_type: is it the config.json of a transformers model?")
+    text, model_type = config, outer
+    if outer not in FAMILIES and ("text_config" in config or f"{outer}_text" in FAMILIES):
+        text = config.get("text_config") or {}
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"config of {name}: text_config is {text!r}, expected an object")
+        model_type = text.get("model_type") or f"{outer}_text"
+    if model_type not in FAMILIES:
+        raise ConfigError(f"{name} is of the unknown model type {model_type!r}: we read {', '.join(sorted(FAMILIES))}")
+    stated = next((c[key] for c in (text, config) for key in ("dtype", "torch_dtype") if c.get(key)), None)
+    cfg = Config(name, model_type, text, FAMILIES[model_type].defaults, dtype=_dtype(name, stated, DType.BFLOAT16))
+    wanted = cfg.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=None)
+    return replace(cfg, state_dtype=_dtype(name, wanted, DType.FLOAT32))
+
+
+def _dtype(name: str, stated: Any, default: DType) -> DType:
+    if stated is None:
+        return default
+    if not isinstance(stated, str):
+        raise ConfigError(f"config of {name}: dtype is {stated!r}, expected a name such as 'bfloat16'")
+    return DType.parse(stated)
+
+
+def _working_sizes(cfg: Config) -> str:
+    def works(tp: int) -> bool:
+        probe = replace(cfg, tp=tp, rank=0)
+        try:
+            make_layers(probe, FAMILIES[cfg.model_type].describe(probe))
+        except ParallelismError:
+            return False
+        return True
+
+    return ", ".join(str(tp) for tp in _COMMON_TP if works(tp))
+
+
+def _locate(model: str | Path) -> _Source:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{model} has no config.json: name a directory that a transformers model was saved to")
+    if path.is_file():
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return _Source(name, _read_json(path), str(path), verified=True)
+    entry = find(str(model))
+    if entry is not None:
+        return _Source(entry.name, entry.config, entry.source, verified=entry.verified_by is not None)
+    close = similar(str(model))
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise ConfigError(
+        f"unknown model {str(model)!r}: {hint}name a directory with a config.json, or a model that "
+        "'hybridkv models' lists"
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object: name a model's config.json")
+    return config

@@ -1,0 +1,133 @@
+"""Every family's reader against the cache that the real transformers model builds, and against its config class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hybridkv.models import load_model, read_config
+from hybridkv.models.family import FAMILIES
+from hybridkv.spec import ChunkedLocal, FullAttention, LatentAttention, LayerSpec, LinearState, SlidingWindow
+from tests.tiny import TINY, tiny_config
+
+NUM_TOKENS = 40
+Shapes = dict[str, tuple[int, ...]]
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert set(TINY) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", sorted(TINY))
+def test_specs_describe_the_cache_of_the_real_model(model_type: str) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        output = model(torch.arange(NUM_TOKENS)[None] % config.vocab_size, use_cache=True)
+    cache = output.get("past_key_values")
+    cache = output.get("cache_params") if cache is None else cache
+
+    spec = read_config(config.to_dict(), name=model_type)
+
+    assert spec.num_layers == config.num_hidden_layers
+    assert {layer: shapes for layer in range(spec.num_layers) if (shapes := real_shapes(cache, layer))} == {
+        layer: shapes for layer in range(spec.num_layers) if (shapes := spec_shapes(spec.layers, layer))
+    }
+
+
+@pytest.mark.parametrize("model_type", sorted(TINY))
+def test_saved_and_minimal_configs_read_alike(model_type: str, tmp_path: Path) -> None:
+    config = tiny_config(model_type)
+    config.save_pretrained(tmp_path)
+    whole = read_config(config.to_dict(), name="m")
+    minimal = {**config.to_diff_dict(), "model_type": model_type}
+
+    assert load_model(tmp_path).layers == whole.layers
+    assert load_model(tmp_path / "config.json").layers == whole.layers
+    assert read_config(json.loads(json.dumps(minimal)), name="m").layers == whole.layers
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TINY) - {"lfm2_moe", "nemotron_h"}))
+def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
+    silent = read_config({"model_type": model_type}, name="m")
+    assert silent.layers == read_config(CONFIG_MAPPING[model_type]().to_dict(), name="m").layers
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "nemotron_h"])
+def test_sizes_default_to_those_of_the_config_class_where_the_layers_must_be_given(model_type: str) -> None:
+    types = ["full_attention", "conv" if model_type == "lfm2_moe" else "linear_attention"]
+    given = {"layer_types": types, "num_hidden_layers": 2}
+    silent = read_config({"model_type": model_type, **given}, name="m")
+    assert silent.layers == read_config(CONFIG_MAPPING[model_type](**given).to_dict(), name="m").layers
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe"])
+def test_multimodal_configs_are_read_by_their_text_config(wrapper: str) -> None:
+    config = CONFIG_MAPPING[wrapper]()
+    text = read_config(config.text_config.to_dict(), name="m")
+    assert read_config(config.to_dict(), name="m").layers == text.layers
+    assert read_config({"model_type": wrapper}, name="m").layers == text.layers
+
+
+@pytest.mark.parametrize("model_type", sorted(TINY))
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_together_keep_the_whole(model_type: str, tp: int) -> None:
+    config = tiny_config(model_type).to_dict()
+    whole = read_config(config, name="m")
+    ranks = [read_config(config, name="m", tp=tp, rank=rank) for rank in range(tp)]
+    for index, spec in enumerate(whole.layers):
+        for number, part in enumerate(spec.parts):
+            pieces = [rank.layers[index].parts[number] for rank in ranks]
+            assert len({piece.shape for piece in pieces}) == 1
+            for run, local in zip(part.runs, zip(*(piece.runs for piece in pieces), strict=True), strict=True):
+                kept = {unit for split in local for unit in range(split.start, split.start + split.count)}
+                assert kept == set(range(run.total))
+
+
+def real_shapes(cache: Any, layer: int) -> Shapes:
+    """What a transformers cache holds for one layer and one sequence."""
+    shapes: Shapes = {}
+    lightning = getattr(cache, "linear_cache", [])  # MiniMax keeps its states apart
+    if layer < len(lightning) and torch.is_tensor(lightning[layer]):
+        shapes["recurrent"] = tuple(lightning[layer].shape[1:])
+    if layer >= len(cache.layers):
+        return shapes
+    kept = cache.layers[layer]
+    if torch.is_tensor(getattr(kept, "keys", None)):
+        for name, tensor in (("k", kept.keys), ("v", kept.values)):
+            _, heads, tokens, dim = tensor.shape
+            shapes[name] = (tokens, heads, dim)
+    for tensor in getattr(kept, "conv_states", {}).values():
+        if torch.is_tensor(tensor):
+            shapes["conv"] = (tensor.shape[1], tensor.shape[2] - 1)  # transformers keeps one column more than needed
+    for tensor in getattr(kept, "recurrent_states", {}).values():
+        if torch.is_tensor(tensor):
+            shapes["recurrent"] = tuple(tensor.shape[1:])
+    return shapes
+
+
+def spec_shapes(layers: tuple[LayerSpec, ...], layer: int) -> Shapes:
+    """The same, as our specs say it. transformers calls latents keys and their rotary part values."""
+    shapes: Shapes = {}
+    for spec in (spec for spec in layers if spec.layer == layer):
+        for part in spec.parts:
+            if isinstance(spec, LinearState):
+                shapes[part.name] = part.shape
+            else:
+                name = {"latent": "k", "rope": "v"}.get(part.name, part.name)
+                shapes[name] = (visible_tokens(spec), *part.shape)
+    return shapes
+
+
+def visible_tokens(spec: LayerSpec) -> int:
+    """Tokens transformers keeps after NUM_TOKENS: of a window or chunk, those the next token can see at most."""
+    if isinstance(spec, (FullAttention, LatentAttention)):
+        return NUM_TOKENS
+    assert isinstance(spec, (SlidingWindow, ChunkedLocal))
+    return min(NUM_TOKENS, (spec.window if isinstance(spec, SlidingWindow) else spec.chunk) - 1)

@@ -1,0 +1,153 @@
+"""Finding and refusing models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.errors import ConfigError, HybridKVError, ParallelismError
+from hybridkv.models import load_model, read_config
+from hybridkv.spec import DType, HiddenTap, Split
+
+LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
+
+
+def test_unknown_layer_type_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="layer 1 of m has unknown layer type 'indexed_attention'"):
+        read_config({**LLAMA, "layer_types": ["full_attention", "indexed_attention"]}, name="m")
+
+
+def test_unknown_pattern_letter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layer 2 of m has unknown layer type 'X'"):
+        read_config({"model_type": "nemotron_h", "hybrid_override_pattern": "M-X*"}, name="m")
+
+
+def test_unknown_family_is_refused_and_known_ones_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown model type 'rwkv'.*qwen3_next"):
+        read_config({"model_type": "rwkv"}, name="m")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "1 layer types for num_hidden_layers 2"),
+        ({"num_hidden_layers": "two"}, "'num_hidden_layers' is 'two', expected a positive integer"),
+        ({"num_key_value_heads": 0}, "'num_key_value_heads' is 0"),
+        ({"num_attention_heads": True}, "'num_attention_heads' is True"),
+        ({"layer_types": "full_attention"}, "expected a list of strings"),
+        ({"dtype": 16}, "dtype is 16"),
+    ],
+)
+def test_bad_values_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config({**LLAMA, **change}, name="m")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "no model_type"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both directions"),
+        ({"model_type": "gemma3n_text", "num_hidden_layers": 4, "num_kv_shared_layers": 4}, "leaves none"),
+        ({"model_type": "llama4_text", "num_hidden_layers": 4, "no_rope_layers": [1]}, "1 entries for 4 layers"),
+        ({"model_type": "lfm2_moe"}, "no layer_types"),
+        ({"model_type": "nemotron_h"}, "no layers_block_type"),
+        ({"model_type": "bamba", "attn_layer_indices": [40]}, "layer 40 is named"),
+        ({"model_type": "zamba2", "num_hidden_layers": 20}, "54 layer types for num_hidden_layers 20"),
+        ({"model_type": "kimi_linear", "linear_attn_config": 3}, "expected an object"),
+        (
+            {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1]}},
+            "each layer from 1 to 27 once",
+        ),
+        ({"model_type": "gemma3", "text_config": 3}, "expected an object"),
+    ],
+)
+def test_contradictory_configs_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(config, name="m")
+
+
+def test_sizes_that_do_not_split_are_refused_with_those_that_do() -> None:
+    with pytest.raises(
+        ParallelismError, match=r"3 does not divide 8 attention heads of m; sizes that work: 1, 2, 4, 8"
+    ):
+        read_config(LLAMA, name="m", tp=3)
+
+
+def test_kv_heads_are_replicated_when_there_are_fewer_than_ranks() -> None:
+    config = {**LLAMA, "num_key_value_heads": 2}
+    heads = [read_config(config, name="m", tp=4, rank=rank).layers[0].parts[0].runs[0] for rank in range(4)]
+    assert heads == [Split(2, 0, 1), Split(2, 0, 1), Split(2, 1, 1), Split(2, 1, 1)]
+    with pytest.raises(ParallelismError, match="8 is no multiple of 3 KV heads"):
+        read_config({**LLAMA, "num_key_value_heads": 3}, name="m", tp=8)
+
+
+def test_state_space_groups_follow_their_heads() -> None:
+    config = {"model_type": "bamba", "mamba_n_groups": 2, "mamba_d_state": 8}
+    conv = read_config(config, name="m", tp=4, rank=3).layers[0].parts[0]
+    assert conv.runs[1:] == (Split(16, 8, 8), Split(16, 8, 8))
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_impossible_ranks_are_refused(tp: int, rank: int) -> None:
+    with pytest.raises(ParallelismError):
+        read_config(LLAMA, name="m", tp=tp, rank=rank)
+
+
+def test_kv_and_state_dtypes_are_separate() -> None:
+    spec = load_model("qwen3-next-80b-a3b", kv_dtype=DType.FLOAT8_E4M3FN, state_dtype=DType.FLOAT16)
+    types = {(part.name, part.dtype) for layer in spec.layers for part in layer.parts}
+    assert types == {
+        ("k", DType.FLOAT8_E4M3FN),
+        ("v", DType.FLOAT8_E4M3FN),
+        ("conv", DType.BFLOAT16),
+        ("recurrent", DType.FLOAT16),
+    }
+
+
+def test_dtypes_come_from_the_config() -> None:
+    config = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"], "torch_dtype": "float16"}
+    mamba, attention = read_config({**config, "mamba_ssm_cache_dtype": "bfloat16"}, name="m").layers
+    assert [part.dtype for part in mamba.parts] == [DType.FLOAT16, DType.BFLOAT16]
+    assert attention.parts[0].dtype is DType.FLOAT16
+    assert read_config(config, name="m").layers[0].parts[1].dtype is DType.FLOAT32
+
+
+def test_taps_are_specs_of_their_own() -> None:
+    spec = read_config(LLAMA, name="m", taps=[1, 0, 1])
+    taps = [layer for layer in spec.layers if isinstance(layer, HiddenTap)]
+    assert [tap.layer for tap in taps] == [0, 1]
+    assert taps[0].parts[0].shape == (1, 64)
+    with pytest.raises(ConfigError, match="no layer 2 to tap: choose from 0 to 1"):
+        read_config(LLAMA, name="m", taps=[2])
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-Next-80B-A3B-Instruct", "QWEN3-NEXT-80B-A3B", "qwen3-next-80b-a3b-fp8"])
+def test_catalogue_names_are_found_as_people_write_them(name: str) -> None:
+    assert load_model(name).name == "qwen3-next-80b-a3b"
+
+
+def test_unknown_names_get_suggestions() -> None:
+    with pytest.raises(ConfigError, match="did you mean qwen3-next-80b-a3b"):
+        load_model("qwen3-nxt-80b")
+
+
+def test_directories_and_files_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_model(tmp_path)
+    path = tmp_path / "config.json"
+    for text, message in (("{", "cannot read"), ("[]", "not an object"), ("\xff", "cannot read")):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=message):
+            load_model(path)
+    path.write_text(json.dumps(LLAMA))
+    assert load_model(tmp_path).name == tmp_path.name
+
+
+def test_dtype_names() -> None:
+    assert DType.parse("torch.bfloat16") is DType.parse("BF16") is DType.BFLOAT16
+    with pytest.raises(HybridKVError, match="unknown dtype 'int3'"):
+        DType.parse("int3")

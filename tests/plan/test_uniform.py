@@ -1,0 +1,70 @@
+"""What one page size for all layers costs: figures published by users of vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridkv.models import load_model
+from hybridkv.plan import uniform_pack_sizes, uniform_plan
+from hybridkv.spec import DType
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "state_dtype", "block"),
+    [
+        ("qwen3-next-80b-a3b", 1, "fp32", 1056),
+        ("qwen3-next-80b-a3b", 1, "bf16", 544),
+        ("qwen3.5-397b-a17b", 2, "fp32", 2096),
+        ("qwen3.5-397b-a17b", 8, "fp32", 528),
+        ("qwen3.5-35b-a3b", 1, "fp32", 1056),
+        ("qwen3.6-27b", 1, "fp32", 784),
+        ("qwen3.5-4b", 1, "fp32", 528),
+        ("qwen3.5-0.8b", 1, "fp32", 544),
+        ("nemotron-h-8b", 1, "fp32", 1040),
+        ("nemotron-3-nano-30b-a3b", 1, "fp32", 2096),
+        ("granite-4.0-h-small", 1, "bf16", 528),
+        ("jamba-1.5-mini", 1, "bf16", 80),
+        ("falcon-h1-34b", 1, "bf16", 1040),
+        ("lfm2-8b-a1b", 1, "fp32", 16),
+        ("kimi-linear-48b-a3b", 1, "fp32", 1920),
+        ("gpt-oss-120b", 1, "fp32", 16),
+        ("gemma-3-27b", 1, "fp32", 16),
+    ],
+)
+def test_published_blocks(name: str, tp: int, state_dtype: str, block: int) -> None:
+    model = load_model(name, tp=tp, state_dtype=DType.parse(state_dtype))
+    assert uniform_plan(model, 80 * GIB).block_tokens == block
+
+
+def test_packing_shortens_the_block() -> None:
+    model = load_model("qwen3.5-397b-a17b", tp=2)
+    blocks = {
+        name: uniform_plan(model, 80 * GIB, size).block_tokens for name, size in uniform_pack_sizes(model).items()
+    }
+    assert blocks == {"1": 2096, "2": 1056, "4": 528, "8": 272, "all": 144}
+
+
+def test_a_small_state_is_padded_to_a_page() -> None:
+    assert uniform_plan(load_model("lfm2-8b-a1b"), 80 * GIB).padding_ratio == 0.75
+
+
+def test_groups_of_unequal_length_are_padded_with_empty_layers() -> None:
+    """Gemma-3-27B: 52 window layers in groups of 10 leave 8 of 60 places empty."""
+    assert uniform_plan(load_model("gemma-3-27b"), 80 * GIB).padding_ratio == pytest.approx(8 / 60)
+
+
+def test_models_without_attention_have_no_block() -> None:
+    model = load_model("mamba2-2.7b")
+    uniform = uniform_plan(model, 80 * GIB)
+    assert uniform.block_tokens is None
+    assert uniform.max_requests(32768) == 80 * GIB // model.state_bytes - 1
+    assert uniform_pack_sizes(model) == {"1": 1, "all": 1}
+
+
+def test_requests_that_fit() -> None:
+    """Qwen3.5-397B TP2 by hand: 16 blocks of KV and 3 of states, each 15 layers of 2,096 x 1,024 bytes."""
+    uniform = uniform_plan(load_model("qwen3.5-397b-a17b", tp=2), 80 * GIB)
+    assert uniform.request_bytes(32768) == (16 + 3) * 15 * 2096 * 1024
+    assert uniform.max_requests(32768) == (80 * GIB // (15 * 2096 * 1024) - 1) // 19

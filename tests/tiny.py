@@ -1,0 +1,171 @@
+"""A tiny transformers model of every family: real model code, random weights, sizes that differ from each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2, "sliding_window": 16},
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 2},
+    "qwen2": {"num_hidden_layers": 2},
+    "qwen3": {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {"num_hidden_layers": 2, "head_dim": 24, **_MOE},
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16},
+    "gemma3_text": {"num_hidden_layers": 7, "head_dim": 24, "sliding_window": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 10,
+        "head_dim": 24,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 5,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "laurel_rank": 8,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},
+    "llama4_text": {
+        "num_hidden_layers": 8,
+        "head_dim": 24,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "attention_chunk_size": 32,
+    },
+    "deepseek_v2": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
+    "deepseek_v3": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
+    "qwen3_next": {"num_hidden_layers": 8, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
+    "qwen3_5_text": {"num_hidden_layers": 8, **_DELTA},
+    "qwen3_5_moe_text": {"num_hidden_layers": 8, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 24,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 5,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 5],
+            "kda_layers": [1, 3, 4],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        **_MLA,
+    },
+    "minimax": {"num_hidden_layers": 4, "head_dim": 24, "num_local_experts": 2},
+    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3]},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        **_MOE,
+    },
+    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 128, **_MAMBA},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA},
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "num_local_experts": 2,
+        "shared_intermediate_size": 32,
+        **_MAMBA,
+    },
+    "nemotron_h": {
+        "head_dim": 24,
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+    },
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 24,
+        "num_mem_blocks": 1,
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 2,
+        "mamba_d_state": 24,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 24,
+        "n_groups": 2,
+        "num_hidden_layers": 3,
+        "chunk_size": 16,
+    },
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """The transformers config of a tiny model."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**{**_BASE, **TINY[model_type]})
