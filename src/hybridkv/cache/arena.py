@@ -1,0 +1,324 @@
+"""Pages and slabs: who has which, and how memory moves from one pool to another.
+
+A pool owns slabs and hands out their pages, from the fullest slab first, so that the others run empty and go back. When
+free pages are scattered, `compact` moves the pages of the emptiest slab into holes elsewhere. The arena knows nothing of
+tokens or requests: those who hold pages are told where they went.
+
+Moves, tail copies and zeroing form one ordered list (`take_operations`) that the memory layer runs before the next step.
+A page that an unacknowledged operation reads or writes is not reused, even if it was given back meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+NULL_PAGE = 0
+"""A page of the null slab: zero, never written. The source of a state at position 0; the place of blocks let go."""
+
+
+class CopyPage(NamedTuple):
+    """Copy one page onto another of the same pool."""
+
+    pool: str
+    src: int
+    dst: int
+
+
+class ZeroSlab(NamedTuple):
+    """Clear a slab that has changed pools: bytes of one kind are nonsense, even NaN, to another."""
+
+    pool: str
+    slab: int
+
+
+Operation = CopyPage | ZeroSlab
+
+
+class OperationBatch(NamedTuple):
+    """Operations to run in order, and the id to acknowledge them by."""
+
+    id: int
+    operations: tuple[Operation, ...]
+
+
+_PageKey = tuple[str, int]
+
+
+class _Pending(NamedTuple):
+    """An operation, and the pages that wait for it to be done."""
+
+    operation: Operation
+    busy: tuple[_PageKey, ...]
+
+
+class PageHolder(Protocol):
+    """Something that keeps pages: a slab knows its holders, so that moving its pages finds them."""
+
+    slabs: set[Slab]
+    """The slabs its pages are in; may also name slabs they have left."""
+
+
+class Slab:
+    """A slab for as long as one pool owns it; the next owner gets a new object."""
+
+    __slots__ = ("free", "free_class", "holders", "index", "limbo", "pool")
+
+    def __init__(self, index: int, pool: Pool) -> None:
+        first = index * pool.pages_per_slab
+        self.index = index
+        self.pool = pool
+        self.free = list(range(first + pool.pages_per_slab - 1, first - 1, -1))
+        self.free_class = 0
+        self.limbo = 0  # pages given back, but still under an unacknowledged operation
+        self.holders: dict[PageHolder, None] = {}
+
+    @property
+    def num_used(self) -> int:
+        return self.pool.pages_per_slab - len(self.free)
+
+    def used_pages(self) -> list[int]:
+        first = self.index * self.pool.pages_per_slab
+        free = set(self.free)
+        return [page for page in range(first, first + self.pool.pages_per_slab) if page not in free]
+
+    def add_holder(self, holder: PageHolder) -> None:
+        self.holders[holder] = None
+        holder.slabs.add(self)
+        if len(self.holders) > 2 * self.pool.pages_per_slab + 16:  # forget those that have let go of everything
+            self.holders = {kept: None for kept in self.holders if self in kept.slabs}
+
+
+class Pool:
+    """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
+
+    __slots__ = ("by_free", "name", "num_free", "pages_per_slab", "refs", "slabs")
+
+    def __init__(self, name: str, pages_per_slab: int) -> None:
+        self.name = name
+        self.pages_per_slab = pages_per_slab
+        self.num_free = 0
+        self.slabs: dict[int, Slab] = {}
+        self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
+        self.refs: dict[int, int] = {}
+        """Holders of each page that may be shared one by one (windows, states); other pages belong to one node."""
+
+    def file(self, slab: Slab) -> None:
+        """File a slab anew after its number of free pages changed."""
+        self.by_free[slab.free_class].pop(slab, None)
+        slab.free_class = len(slab.free).bit_length()
+        if slab.free_class:
+            self.by_free[slab.free_class][slab] = None
+
+    def fullest(self) -> Slab | None:
+        """A slab with free pages, of those with the fewest (within a factor of two)."""
+        for filed in self.by_free:
+            if filed:
+                return next(iter(filed))
+        return None
+
+    def emptiest_first(self) -> Iterable[Slab]:
+        for filed in reversed(self.by_free):
+            yield from sorted(filed, key=lambda slab: -len(slab.free))
+
+
+class Arena:
+    """All slabs. Slab 0 is the null slab and belongs to nobody."""
+
+    def __init__(self, num_slabs: int, pools: dict[str, int]) -> None:
+        self.num_slabs = num_slabs
+        self.pools = {name: Pool(name, pages_per_slab) for name, pages_per_slab in pools.items()}
+        self.free_slabs = list(range(num_slabs - 1, 0, -1))
+        self.num_moves = 0
+        self.num_compactions = 0
+        self._used_before: set[int] = set()
+        self._pending: list[_Pending] = []
+        self._batches: dict[int, list[_Pending]] = {}
+        self._next_batch = 0
+        self._busy: Counter[_PageKey] = Counter()
+        self._limbo: set[_PageKey] = set()
+
+    # --- allocation ---------------------------------------------------------------------------------------------------
+
+    def fits(self, needs: dict[Pool, int]) -> bool:
+        """Whether that many pages of each pool are there without evicting or moving anything."""
+        slabs = sum(
+            -(-(count - pool.num_free) // pool.pages_per_slab) for pool, count in needs.items() if count > pool.num_free
+        )
+        return slabs <= len(self.free_slabs)
+
+    def take(self, pool: Pool, count: int, slabs: set[Slab]) -> list[int]:
+        """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
+        pages: list[int] = []
+        missing = count
+        while missing:
+            slab = pool.fullest() or self._give_slab(pool)
+            taken = slab.free[-missing:]
+            del slab.free[-missing:]
+            taken.reverse()
+            pages += taken
+            missing -= len(taken)
+            pool.num_free -= len(taken)
+            pool.file(slab)
+            slabs.add(slab)
+        return pages
+
+    def give_back(self, pool: Pool, pages: Sequence[int]) -> None:
+        """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
+        if self._busy:
+            pages = self._keep_busy_back(pool, pages)
+        per_slab, slabs = pool.pages_per_slab, pool.slabs
+        touched: dict[Slab, None] = {}
+        for page in pages:
+            slab = slabs[page // per_slab]
+            slab.free.append(page)
+            touched[slab] = None
+        pool.num_free += len(pages)
+        for slab in touched:
+            self._settle(slab)
+
+    def _give_slab(self, pool: Pool) -> Slab:
+        index = self.free_slabs.pop()
+        slab = Slab(index, pool)
+        pool.slabs[index] = slab
+        pool.num_free += pool.pages_per_slab
+        pool.file(slab)
+        if index in self._used_before:
+            self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
+        self._used_before.add(index)
+        return slab
+
+    def _settle(self, slab: Slab) -> None:
+        pool = slab.pool
+        if len(slab.free) < pool.pages_per_slab:
+            pool.file(slab)
+            return
+        pool.by_free[slab.free_class].pop(slab, None)
+        pool.num_free -= pool.pages_per_slab
+        del pool.slabs[slab.index]
+        self.free_slabs.append(slab.index)
+        for holder in slab.holders:
+            holder.slabs.discard(slab)
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def copy(self, pool: Pool, src: int, dst: int, also_busy: Sequence[int] = ()) -> None:
+        """Have `src` copied onto `dst` before the next step."""
+        busy = tuple((pool.name, page) for page in (src, dst, *also_busy))
+        self._pending.append(_Pending(CopyPage(pool.name, src, dst), busy))
+        self._busy.update(busy)
+
+    def take_operations(self) -> OperationBatch | None:
+        """What the memory layer must do, in this order, before it runs the next step; None if there is nothing."""
+        if not self._pending:
+            return None
+        batch = OperationBatch(self._next_batch, tuple(pending.operation for pending in self._pending))
+        self._batches[batch.id] = self._pending
+        self._next_batch += 1
+        self._pending = []
+        return batch
+
+    def acknowledge(self, batch_id: int) -> None:
+        """The operations of a batch are done: pages they touched may be reused. Batches may come in any order."""
+        if batch_id not in self._batches:
+            raise KeyError(f"batch {batch_id} is not waiting to be acknowledged")
+        for pending in self._batches.pop(batch_id):
+            for name, page in pending.busy:
+                self._no_longer_busy(self.pools[name], page)
+
+    @property
+    def has_limbo(self) -> bool:
+        """Whether pages wait for operations to be acknowledged before they can be reused."""
+        return bool(self._limbo)
+
+    def _keep_busy_back(self, pool: Pool, pages: Sequence[int]) -> list[int]:
+        idle = []
+        for page in pages:
+            if (pool.name, page) in self._busy:
+                self._limbo.add((pool.name, page))
+                pool.slabs[page // pool.pages_per_slab].limbo += 1
+            else:
+                idle.append(page)
+        return idle
+
+    def _no_longer_busy(self, pool: Pool, page: int) -> None:
+        key = (pool.name, page)
+        self._busy[key] -= 1
+        if self._busy[key] == 0:
+            del self._busy[key]
+            if key in self._limbo:
+                self._limbo.remove(key)
+                pool.slabs[page // pool.pages_per_slab].limbo -= 1
+                self.give_back(pool, [page])
+
+    # --- compaction ---------------------------------------------------------------------------------------------------
+
+    def compact(
+        self, needs: dict[Pool, int], is_pinned: Callable[[Slab], bool], moved: Callable[[Slab, dict[int, int]], None]
+    ) -> bool:
+        """Empty one slab into holes of its pool's other slabs, beyond what `needs` will fill; False if none can be.
+
+        The slab goes back when the moves are acknowledged. `moved` is told where the slab's pages went, and tells its
+        holders.
+        """
+        for pool in self.pools.values():
+            slab = self._slab_to_empty(pool, needs.get(pool, 0), is_pinned)
+            if slab is None:
+                continue
+            pages, holes = slab.used_pages(), slab.free
+            pool.by_free[slab.free_class].pop(slab, None)  # its own holes are no place to move to
+            pool.num_free -= len(holes)
+            slab.free, slab.free_class = [], 0
+            target_slabs: set[Slab] = set()
+            mapping = dict(zip(pages, self.take(pool, len(pages), target_slabs), strict=True))
+            for src, dst in mapping.items():
+                # The holes wait for the last move too, so that the slab goes back in one piece.
+                self.copy(pool, src, dst, also_busy=holes if src == pages[-1] else ())
+                if src in pool.refs:
+                    pool.refs[dst] = pool.refs.pop(src)
+            slab.holders = {holder: None for holder in slab.holders if slab in holder.slabs}
+            for holder in slab.holders:
+                for target in target_slabs:
+                    target.add_holder(holder)
+            moved(slab, mapping)
+            self.num_compactions += 1
+            self.num_moves += len(pages)
+            self.give_back(pool, pages + holes)  # all in limbo until the moves are acknowledged
+            return True
+        return False
+
+    def _slab_to_empty(self, pool: Pool, needed: int, is_pinned: Callable[[Slab], bool]) -> Slab | None:
+        if pool.num_free - needed < pool.pages_per_slab:
+            return None
+        for slab in pool.emptiest_first():
+            holes_elsewhere = pool.num_free - len(slab.free)
+            if slab.num_used <= holes_elsewhere and not slab.limbo and not is_pinned(slab):
+                return slab
+        return None
+
+    # --- integrity ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, held: dict[str, Counter[int]]) -> None:
+        """`held`: how often each page is held, by pool. Every page is either free, in limbo, or held."""
+        owned = {index for pool in self.pools.values() for index in pool.slabs}
+        assert len(owned) == sum(len(pool.slabs) for pool in self.pools.values())
+        assert owned.isdisjoint(self.free_slabs)
+        assert len(self.free_slabs) == len(set(self.free_slabs))
+        assert owned | set(self.free_slabs) == set(range(1, self.num_slabs))
+        for pool in self.pools.values():
+            free = [page for slab in pool.slabs.values() for page in slab.free]
+            limbo = [page for name, page in self._limbo if name == pool.name]
+            assert pool.num_free == len(free)
+            pages = {
+                page
+                for index in pool.slabs
+                for page in range(index * pool.pages_per_slab, (index + 1) * pool.pages_per_slab)
+            }
+            counted = Counter(free) + Counter(limbo) + Counter(dict.fromkeys(held.get(pool.name, ()), 1))
+            assert counted == Counter(pages), (pool.name, counted - Counter(pages), Counter(pages) - counted)
+            for slab in pool.slabs.values():
+                assert slab.num_used > 0
+                assert (slab in pool.by_free[slab.free_class]) == bool(slab.free)
+                assert slab.free_class == len(slab.free).bit_length()
+            assert sum(map(len, pool.by_free)) == sum(bool(slab.free) for slab in pool.slabs.values())

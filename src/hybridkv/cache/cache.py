@@ -1,0 +1,376 @@
+"""The cache an engine talks to: `match`, `begin`, `extend`, `commit`, `fork`, `rollback`, `release` and a few more.
+
+    lease = cache.begin(prompt)                     # resumes where every group can
+    while not done:
+        step = cache.extend(lease, n)               # pages for the next n tokens, as tables; or NoRoom
+        run(cache.take_operations(), step)          # copies and zeroing first, in order; then acknowledge them
+        cache.commit(lease, sampled=[token])        # publishes whole blocks and checkpoints
+    cache.release(lease)                            # leaves a checkpoint at the very end
+
+No verb waits and none touches memory. A lease whose step is in flight can only be committed or aborted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hybridkv.cache.arena import NULL_PAGE, Operation, OperationBatch
+from hybridkv.cache.index import Step, common_blocks
+from hybridkv.cache.integrity import check_integrity
+from hybridkv.cache.invalid import Invalid
+from hybridkv.cache.keeper import Keeper
+from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.lease import Lease, Match, NoRoom, StepTables
+from hybridkv.cache.leasing import Leasing
+from hybridkv.cache.policy import (
+    CheckpointPolicy,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    PromptEndBranchesGrid,
+    PromptFacts,
+    affordable_grid,
+)
+from hybridkv.cache.resume import Resume
+from hybridkv.cache.stats import CacheStats, Event, Events
+from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
+from hybridkv.errors import HybridKVError
+
+
+class CacheError(HybridKVError):
+    """A verb was used on a lease that does not allow it now."""
+
+
+class Pin:
+    """A prefix that must stay until a time."""
+
+    __slots__ = ("expires_at", "lease", "num_tokens")
+
+    def __init__(self, lease: Lease, num_tokens: int, expires_at: float) -> None:
+        self.lease = lease
+        self.num_tokens = num_tokens
+        self.expires_at = expires_at
+
+
+class Cache:
+    """The cache of one rank."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        checkpoint_policy: CheckpointPolicy | None = None,
+        eviction_policy: EvictionPolicy | None = None,
+        run_operations: Callable[[Sequence[Operation]], None] | None = None,
+        event_limit: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`run_operations`: a memory layer that works at once; without one, take and acknowledge operations."""
+        grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
+        self.layout = layout
+        self.block_tokens = layout.block_tokens
+        self.stats = CacheStats()
+        self.epoch = 0
+        self._checkpoints = checkpoint_policy or PromptEndBranchesGrid(grid)
+        self._events = Events(event_limit)
+        self._keeper = Keeper(layout, eviction_policy or LeastRecentlyUsed(), run_operations, self.stats, self._events)
+        self._leasing = Leasing(self._keeper)
+        self._pins: list[Pin] = []
+        self._clock = clock
+        self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
+        self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def match(
+        self, tokens: TokenIds, *, salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()
+    ) -> Match:
+        """What the index has for a prompt; nothing is touched."""
+        packed = pack_tokens(tokens)
+        limit = len(packed) // TOKEN_BYTES - 1
+        path, resume = self._leasing.find(root_key(salt, extra_keys), packed, limit, self._tap_groups(taps))
+        leader, leader_tokens = self._find_leader(path, packed, limit // self.block_tokens)
+        return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
+
+    def follow(self, match: Match) -> bool:
+        """Whether to wait for the leader of a match; if so, it leaves a checkpoint where the two part."""
+        if match.leader is None or match.leader.released or match.leader_tokens <= match.num_tokens:
+            return False
+        match.leader.keep_at(match.leader_tokens)
+        return True
+
+    # --- the life of a request ----------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        extra_keys: Sequence[str] = (),
+        taps: Sequence[str] = (),
+        breakpoints: Sequence[int] = (),
+    ) -> Lease:
+        """A lease that stands where every group can supply the prompt. Takes no pages, so it always succeeds."""
+        packed = pack_tokens(tokens)
+        if not packed:
+            raise CacheError("a request needs at least one token")
+        self._expire_pins()
+        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
+        self._leasing.attach(lease, path, resume)
+        lease.cached_tokens = resume.position
+        self._plan_checkpoints(lease, resume, breakpoints)
+        self._count_request(lease, resume)
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int, *, may_cut: bool = False) -> StepTables | NoRoom:
+        """Pages for the next `num_tokens` tokens, or why there is no room; all or nothing.
+
+        `may_cut`: the step may be accepted in part (speculation), so no state is written in place.
+        """
+        self._check_idle(lease)
+        start, end = lease.computed, lease.computed + num_tokens
+        if num_tokens < 1 or end > lease.num_tokens:
+            raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
+        leasing = self._leasing
+        kept = [p for p in lease.keeps if start < p <= end]
+        fresh = [state is None or state.refs > 1 or may_cut for state in lease.states]
+        num_blocks = 0
+        if self.layout.token_groups:
+            num_blocks = max(0, -(-end // self.block_tokens) - leasing.num_table_blocks(lease))
+        if num_blocks or kept or True in fresh:
+            room = leasing.room_for(lease, num_blocks, fresh, kept, end)
+            if isinstance(room, NoRoom):
+                self.stats.no_room += 1
+                return room
+            kept = room
+            if num_blocks:
+                leasing.add_blocks(lease, num_blocks)
+            leasing.settle_tail(lease)
+        segments = leasing.add_segments(lease, start, end, kept, fresh)
+        self._keeper.run_operations()
+        return StepTables(
+            start,
+            end,
+            self.block_tokens,
+            {name: table for name, index in self._token_group.items() if (table := lease.tables[index]) is not None},
+            dict(zip(self._state_group, segments, strict=True)),
+        )
+
+    def commit(
+        self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
+    ) -> int:
+        """The step is done: publish its whole blocks and checkpoints. Returns how many tokens are computed now.
+
+        `num_accepted`: fewer than extended if the step was cut back; sampled tokens after them are forgotten. `sampled` are
+        appended to what is known. `failed`: nothing of the step can be used.
+        """
+        step = lease.step
+        if step is None:
+            raise CacheError("nothing to commit: the lease has no step in flight")
+        accepted = step.end - step.start if num_accepted is None else num_accepted
+        if not 0 <= accepted <= step.end - step.start:
+            raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
+        del self._keeper.in_flight[lease.id]
+        lease.step = None
+        if lease.aborted:
+            self._leasing.drop_step(lease, step)
+            self._leasing.detach(lease)
+            return 0
+        if failed or lease.poisoned is not None:
+            self._leasing.fail(lease, step)
+        else:
+            if accepted < step.end - step.start:
+                del lease.tokens[max(step.start + accepted, lease.prompt_tokens) * TOKEN_BYTES :]
+            self._leasing.accept(lease, step, step.start + accepted)
+        if len(sampled):
+            lease.tokens += pack_tokens(sampled)
+        return lease.computed
+
+    def release(self, lease: Lease, *, keep: bool = True) -> None:
+        """The request ends, or is preempted: its end becomes a checkpoint (if `keep`), and its pages go."""
+        self._check_idle(lease)
+        if keep:
+            self._leasing.keep_end(lease)
+        self._leasing.detach(lease)
+
+    def abort(self, lease: Lease) -> None:
+        """At any moment. Pages of a step in flight stay until it is committed."""
+        if lease.released:
+            return
+        if lease.step is None:
+            self._leasing.detach(lease)
+        else:
+            lease.aborted = True
+            lease.withdraw()
+
+    def fork(self, lease: Lease, count: int) -> list[Lease] | NoRoom:
+        """`count` more leases at the same place: a block begun is copied, everything else is shared."""
+        self._check_idle(lease)
+        no_room = self._keeper.make_room(self._leasing.fork_needs(lease, count))
+        if no_room is not None:
+            self.stats.no_room += 1
+            return no_room
+        twins = [self._leasing.fork(lease) for _ in range(count)]
+        self._keeper.run_operations()
+        return twins
+
+    def rollback(self, lease: Lease, limit: int) -> int:
+        """Go back to the largest position <= `limit` that can be resumed; returns it. The tokens stay known."""
+        self._check_idle(lease)
+        if limit < 0:
+            raise CacheError(f"cannot roll back to {limit}")
+        if limit < lease.computed:
+            self._leasing.reattach(lease, limit)
+        return lease.computed
+
+    # --- things that go wrong -----------------------------------------------------------------------------------------
+
+    def invalidate(self, pages: Mapping[str, Iterable[int]]) -> dict[int, int]:
+        """Pages, by group, whose content is wrong (a failed load, a bad transfer).
+
+        Everything derived from them leaves the index, and every lease that uses them goes back to the largest position
+        at or before its first invalid one. Returns the new positions of those leases by id; a lease with a step in
+        flight goes back when that is committed, whatever it says.
+        """
+        bad = {name: set(numbers) - {NULL_PAGE} for name, numbers in pages.items()}
+        for name in bad:
+            if name not in self._token_group and name not in self._state_group:
+                raise CacheError(f"no group {name!r}: the cache has {[*self._token_group, *self._state_group]}")
+        self.stats.invalid_pages += sum(map(len, bad.values()))
+        invalid = Invalid(
+            self._keeper,
+            {index: bad[name] for name, index in self._token_group.items() if bad.get(name)},
+            {index: bad[name] for name, index in self._state_group.items() if bad.get(name)},
+        )
+        first_bad = {lease: invalid.first_bad_position(lease) for lease in self.leases}
+        for root in list(self._keeper.index.roots.values()):
+            for node in list(root.subtree()):
+                if not node.dead:
+                    invalid.cut_out(node)
+        moved = {}
+        for lease, position in first_bad.items():
+            if position is None:
+                continue
+            if lease.in_flight:
+                lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
+            else:
+                self._leasing.reattach(lease, position)
+                moved[lease.id] = lease.computed
+        return moved
+
+    def reset(self) -> None:
+        """A new epoch (new weights): nothing of the old one is found. Running leases keep what they hold."""
+        self.epoch += 1
+        for pin in list(self._pins):
+            self.unpin(pin)
+        roots = list(self._keeper.index.roots.values())
+        self._keeper.index.roots.clear()
+        for root in roots:
+            self._keeper.kill(root)
+
+    # --- pins, operations, reports ------------------------------------------------------------------------------------
+
+    def pin(self, tokens: TokenIds, ttl_seconds: float, *, salt: str = "", extra_keys: Sequence[str] = ()) -> Pin:
+        """Keep what the index has of a prefix for some time; `num_tokens` of the result says how much that is."""
+        packed = pack_tokens(tokens)
+        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, ())
+        path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens, ())
+        self._leasing.attach(lease, path, resume)
+        lease.withdraw()
+        if resume.checkpoint is not None and lease.tail is None:
+            resume.checkpoint.holds += 1
+            lease.tail = resume.checkpoint
+        pin = Pin(lease, resume.position, self._clock() + ttl_seconds)
+        self._pins.append(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let a pinned prefix go before its time."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            self._leasing.detach(pin.lease)
+
+    def take_operations(self) -> OperationBatch | None:
+        """Copies and zeroing to run, in order, before the next step; None if there are none."""
+        return self._keeper.arena.take_operations()
+
+    def acknowledge(self, batch_id: int) -> None:
+        """A batch of operations is done."""
+        self._keeper.arena.acknowledge(batch_id)
+
+    def take_events(self) -> list[Event]:
+        return self._events.take()
+
+    @property
+    def leases(self) -> Sequence[Lease]:
+        """Running requests, and pinned prefixes."""
+        return tuple(self._keeper.leases.values())
+
+    def pages_in_use(self) -> dict[str, int]:
+        """Pages of each pool that are held or wait for an operation."""
+        pools = self._keeper.arena.pools.values()
+        return {pool.name: len(pool.slabs) * pool.pages_per_slab - pool.num_free for pool in pools}
+
+    def slabs_in_use(self) -> dict[str, int]:
+        return {pool.name: len(pool.slabs) for pool in self._keeper.arena.pools.values()}
+
+    def check_integrity(self) -> None:
+        """Recount everything from scratch; raises AssertionError where the books are wrong."""
+        check_integrity(self._keeper)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _check_idle(self, lease: Lease) -> None:
+        if lease.released or lease.aborted:
+            raise CacheError("the lease has ended")
+        if lease.in_flight:
+            raise CacheError("the lease has a step in flight: commit it first")
+
+    def _tap_groups(self, taps: Sequence[str]) -> tuple[int, ...]:
+        groups = self.layout.token_groups
+        for name in taps:
+            if name not in self._token_group or groups[self._token_group[name]].role is not Role.TAP:
+                known = [group.name for group in groups if group.role is Role.TAP]
+                raise CacheError(f"no tap {name!r}: the cache has {known or 'none'}")
+        return tuple(self._token_group[name] for name in taps)
+
+    def _find_leader(self, path: Sequence[Step], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
+        """A lease that stands where the path ends and computes what comes next in `tokens`."""
+        if not path:
+            return None, 0
+        node, num_blocks = path[-1]
+        first, size = node.end, self.block_tokens * TOKEN_BYTES
+        if num_blocks < node.num_blocks or first >= max_blocks:
+            return None, 0
+        leader = node.computing.get(tokens[first * size : (first + 1) * size])
+        if leader is None:
+            return None, 0
+        ahead = leader.tokens[first * size : leader.prompt_tokens * TOKEN_BYTES]
+        most = min(len(ahead) // size, max_blocks - first)
+        return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
+
+    def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
+        if not self.layout.state_groups and not self._keeper.local:
+            return
+        facts = PromptFacts(
+            lease.prompt_tokens, resume.position, resume.matched_tokens, tuple(breakpoints), self.block_tokens
+        )
+        wanted = {int(p) // self.block_tokens * self.block_tokens for p in self._checkpoints.positions(facts)}
+        lease.keeps = sorted(p for p in wanted if lease.computed < p <= lease.prompt_tokens)
+
+    def _count_request(self, lease: Lease, resume: Resume) -> None:
+        missed = lease.prompt_tokens - resume.position
+        self.stats.requests += 1
+        self.stats.prompt_tokens += lease.prompt_tokens
+        self.stats.hit_tokens += resume.position
+        self.stats.misses[resume.missing] += missed
+        if self._events.enabled:
+            self._events.hit(resume.position)
+            self._events.missed(missed, resume.missing)
+
+    def _expire_pins(self) -> None:
+        if self._pins:
+            now = self._clock()
+            for pin in [pin for pin in self._pins if pin.expires_at <= now]:
+                self.unpin(pin)

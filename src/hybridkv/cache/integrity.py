@@ -1,0 +1,158 @@
+"""The books, counted again from scratch. Slow; for tests and for moments when nothing runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hybridkv.cache.arena import NULL_PAGE
+from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, State
+from hybridkv.cache.keeper import Keeper
+from hybridkv.cache.lease import Lease
+
+
+def check_integrity(keeper: Keeper) -> None:
+    """Every page is free, waiting or held, by as many as we think; all groups of a lease stand at the same depth."""
+    _Recount(keeper).check()
+
+
+class _Recount:
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.size = keeper.layout.block_tokens
+        self.nodes = self._all_nodes()
+        self.owned: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+        """Pages with one owner."""
+        self.local: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+        """Holds on pages of local groups."""
+        self.states: dict[State, int] = {}
+        """The state group of each state."""
+        self.state_holds: Counter[State] = Counter()
+
+    def check(self) -> None:
+        for node in self.nodes:
+            self._node(node)
+        for lease in self.keeper.leases.values():
+            self._lease(lease)
+        self._check_refs()
+        for state, group in self.states.items():
+            assert state.refs == self.state_holds[state]
+            assert len(state.pages) == self.keeper.layout.state_groups[group].pages_per_state
+            self.owned[self.keeper.state_pools[group].name].update(state.pages)
+        for name, pool in self.keeper.arena.pools.items():
+            assert all(count == 1 for count in self.owned[name].values()), name
+            assert pool.refs == self.local[name], name
+            assert self.owned[name].keys().isdisjoint(self.local[name])
+        held = {name: self.owned[name] + self.local[name] for name in self.owned}
+        self.keeper.arena.check_integrity(held)
+
+    def _all_nodes(self) -> set[Node]:
+        nodes = {node for root in self.keeper.index.roots.values() for node in root.subtree()}
+        assert not any(node.dead for node in nodes)
+        for lease in self.keeper.leases.values():
+            for node in lease.leaf.path():
+                nodes.add(node)
+                if node.dead:
+                    nodes.update(node.subtree())
+        return nodes
+
+    def _node(self, node: Node) -> None:
+        keeper = self.keeper
+        assert len(node.tokens) == node.num_blocks * keeper.index.block_bytes
+        if node.parent is not None:
+            assert node.num_blocks > 0
+            assert node.start == node.parent.end
+            assert node.first == bytes(node.tokens[: keeper.index.block_bytes])
+            assert node.dead or node.parent.children[node.first] is node
+            assert node.dead or node.refs or len(node.children) != 1, "a chain that should have been merged"
+        for group, pages in enumerate(node.pages):
+            pool = keeper.token_pools[group]
+            assert pages is not None or group not in keeper.full
+            present = [page for page in pages or () if page != NO_PAGE]
+            assert pages is None or len(pages) == node.num_blocks
+            assert group not in keeper.full or len(present) == node.num_blocks
+            assert all(pool.slabs[page // pool.pages_per_slab] in node.slabs for page in present)
+            if group in keeper.local:
+                assert all(page in pool.refs for page in present)
+            else:
+                self.owned[pool.name].update(present)
+        assert [c.position for c in node.checkpoints] == sorted(c.position for c in node.checkpoints)
+        for checkpoint in node.checkpoints:
+            self._checkpoint(node, checkpoint)
+
+    def _checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
+        block, inside = divmod(checkpoint.position, self.size)
+        assert checkpoint.node is node
+        assert block == 0 if node.parent is None else node.start < block <= node.end
+        assert len(checkpoint.tail_tokens) == inside * 4
+        assert not checkpoint.tail_pages or len(checkpoint.tail_pages) == len(self.keeper.token_pools)
+        for pool, page in zip(self.keeper.token_pools, checkpoint.tail_pages, strict=False):
+            if page != NO_PAGE:
+                self.owned[pool.name][page] += 1
+                assert pool.slabs[page // pool.pages_per_slab] in node.slabs
+        for group in self.keeper.local:
+            first = self.keeper.first_visible_block(group, checkpoint.position)
+            self._hold_path(node, group, first, block)
+        self._hold_states(checkpoint.states)
+        assert self.keeper.state_slabs(checkpoint.states) <= node.slabs
+
+    def _lease(self, lease: Lease) -> None:
+        end, computed = lease.leaf.end, lease.computed
+        assert 0 <= computed <= lease.num_tokens
+        assert end == computed // self.size or lease.leaf.dead
+        lengths = {len(table) for table in lease.tables if table is not None}
+        assert len(lengths) <= 1
+        assert not lengths or lease.tail is not None or lengths.pop() >= -(-computed // self.size)
+        assert lease.step is not None or all((state is None) == (computed == 0) for state in lease.states)
+        for group, table in enumerate(lease.tables):
+            if table is None:
+                continue
+            pool = self.keeper.token_pools[group]
+            path = [page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ()]
+            assert all(pool.slabs[page // pool.pages_per_slab] in lease.slabs for page in table[end:])
+            if group in self.keeper.local:
+                first = lease.local_first[group]
+                assert set(table[:first]) <= {NULL_PAGE}
+                self._hold_path(lease.leaf, group, first, end)
+                self.local[pool.name].update(table[end:])
+                assert first == self.keeper.first_visible_block(group, computed)
+                held = [lease.leaf.at_block(b).pages[group] for b in range(first, end)]
+                assert table[first:end] == [
+                    pages[b - lease.leaf.at_block(b).start]
+                    for b, pages in zip(range(first, end), held, strict=True)
+                    if pages is not None
+                ]
+            else:
+                assert table[:end] == path
+                self.owned[pool.name].update(table[end:])
+        self._hold_states(lease.states)
+        if lease.step is not None:
+            self._hold_states(lease.step.old_states)
+            for kept in lease.step.kept:
+                self._hold_states(kept.states)
+
+    def _hold_path(self, leaf: Node, group: int, first: int, last: int) -> None:
+        for block in range(first, last):
+            node = leaf.at_block(block)
+            pages = node.pages[group]
+            assert pages is not None
+            self.local[self.keeper.token_pools[group].name][pages[block - node.start]] += 1
+
+    def _hold_states(self, states: list[State | None]) -> None:
+        for group, state in enumerate(states):
+            if state is not None:
+                self.states[state] = group
+                self.state_holds[state] += 1
+
+    def _check_refs(self) -> None:
+        leaves = Counter(lease.leaf for lease in self.keeper.leases.values())
+        cut_off = Counter(
+            node.parent
+            for node in self.nodes
+            if node.dead and node.parent is not None and node.parent.children.get(node.first) is not node
+        )
+        for node in self.nodes:
+            assert node.refs == leaves[node] + cut_off[node]
+        holds = Counter(lease.tail for lease in self.keeper.leases.values() if lease.tail is not None)
+        for node in self.nodes:
+            for checkpoint in node.checkpoints:
+                assert checkpoint.holds == holds[checkpoint]

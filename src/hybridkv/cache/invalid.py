@@ -1,0 +1,89 @@
+"""Recovery from pages whose content is wrong: what leaves the index, and how far each lease must go back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hybridkv.cache.index import Checkpoint, Node, State
+from hybridkv.cache.keeper import Keeper
+from hybridkv.cache.lease import Lease
+from hybridkv.cache.leasing import first_index
+
+BadPages = dict[int, set[int]]
+"""By group: page numbers."""
+
+
+class Invalid:
+    """Some invalid pages, and what they spoil."""
+
+    def __init__(self, keeper: Keeper, tokens: BadPages, states: BadPages) -> None:
+        self.keeper = keeper
+        self.tokens = tokens
+        self.states = states
+
+    def first_bad_position(self, lease: Lease) -> int | None:
+        """The first position of a lease that is invalid or derived from something invalid."""
+        positions = [*self._in_tables(lease), *self._in_path(lease)]
+        states = [lease.states] if lease.step is None else [lease.states, lease.step.old_states]
+        if any(self._has_bad_state(some) for some in states) or (lease.tail and self._is_bad(lease.tail)):
+            positions.append(lease.computed)
+        return min(positions, default=None)
+
+    def _in_tables(self, lease: Lease) -> Iterator[int]:
+        for group, bad in self.tokens.items():
+            table = lease.tables[group]
+            block = None if table is None else first_index(table, bad)
+            if block is not None:
+                yield block * self.keeper.layout.block_tokens
+
+    def _in_path(self, lease: Lease) -> Iterator[int]:
+        """Windows the lease has left behind, and checkpoints on its way: it may be derived from them."""
+        for node in lease.leaf.path():
+            block = self._first_bad_block(node)
+            if block is not None:
+                yield block * self.keeper.layout.block_tokens
+            for checkpoint in node.checkpoints:
+                if checkpoint.position <= lease.computed and self._is_bad(checkpoint):
+                    yield checkpoint.position
+
+    def cut_out(self, node: Node) -> None:
+        """Take what is invalid, and all after it, out of the index."""
+        size = self.keeper.layout.block_tokens
+        bad = [checkpoint for checkpoint in node.checkpoints if self._is_bad(checkpoint)]
+        position = min((checkpoint.position for checkpoint in bad), default=None)
+        block = self._first_bad_block(node)
+        if block is None and position is None:
+            return
+        cut = min(node.end if block is None else block, node.end if position is None else position // size)
+        if position is not None:
+            for checkpoint in [c for c in node.checkpoints if c.position >= position and c.position // size <= cut]:
+                self.keeper.drop_checkpoint(checkpoint)
+        if cut >= node.end:
+            for child in list(node.children.values()):
+                self.keeper.kill(child)
+            self.keeper.tidy(node)
+            return
+        if cut > node.start:
+            self.keeper.index.split(node, cut - node.start)
+        self.keeper.kill(node)
+
+    def _first_bad_block(self, node: Node) -> int | None:
+        found = [
+            node.start + index
+            for group, bad in self.tokens.items()
+            if node.parent is not None
+            and (pages := node.pages[group]) is not None
+            and (index := first_index(pages, bad)) is not None
+        ]
+        return min(found, default=None)
+
+    def _is_bad(self, checkpoint: Checkpoint) -> bool:
+        tails = any(checkpoint.tail_pages[group] in bad for group, bad in self.tokens.items() if checkpoint.tail_pages)
+        return tails or self._has_bad_state(checkpoint.states)
+
+    def _has_bad_state(self, states: Sequence[State | None]) -> bool:
+        return any(
+            state is not None and not bad.isdisjoint(state.pages)
+            for group, bad in self.states.items()
+            for state in (states[group],)
+        )

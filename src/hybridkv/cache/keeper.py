@@ -1,0 +1,393 @@
+"""Who keeps which page: the index and the arena together, without the verbs of the cache.
+
+Pages of full groups and taps belong to one node (or one lease, before they are published). Pages of local groups are held
+one by one, by the leases that see them and the checkpoints that need them. States are objects that count their holders.
+Eviction, compaction and the removal of what nobody needs live here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+
+from hybridkv.cache.arena import Arena, Operation, Pool, Slab
+from hybridkv.cache.index import NO_PAGE, Checkpoint, Index, Node, Pages, State
+from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.lease import Lease, NoRoom
+from hybridkv.cache.policy import Candidate, EvictionPolicy
+from hybridkv.cache.stats import CacheStats, Events
+
+Needs = dict[Pool, int]
+_Evictable = Node | Checkpoint
+
+
+class Keeper:
+    """Pages of nodes, checkpoints and leases."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        eviction: EvictionPolicy,
+        run_operations: Callable[[Sequence[Operation]], None] | None,
+        stats: CacheStats,
+        events: Events,
+    ) -> None:
+        groups = (*layout.token_groups, *layout.state_groups)
+        self.layout = layout
+        self.arena = Arena(layout.num_slabs, {group.pool_name: group.pages_per_slab for group in groups})
+        self.index = Index(layout.block_tokens, len(layout.token_groups))
+        self.token_pools = [self.arena.pools[group.pool_name] for group in layout.token_groups]
+        self.state_pools = [self.arena.pools[group.pool_name] for group in layout.state_groups]
+        roles = [group.role for group in layout.token_groups]
+        self.full = [i for i, role in enumerate(roles) if role is Role.FULL]
+        self.local = [i for i, role in enumerate(roles) if role is Role.LOCAL]
+        self.taps = [i for i, role in enumerate(roles) if role is Role.TAP]
+        self.leases: dict[int, Lease] = {}
+        self.in_flight: dict[int, Lease] = {}
+        self.clock = 0
+        self.stats = stats
+        self.events = events
+        self._eviction = eviction
+        self._run_operations = run_operations
+        self._heap: list[tuple[float, int, int, _Evictable]] = []
+        self._serial = 0
+        self._block_page_bytes = sum(layout.token_groups[i].page_bytes for i in self.full)
+
+    # --- room -----------------------------------------------------------------------------------------------------------
+
+    def make_room(self, needs: Needs) -> NoRoom | None:
+        """See to it that `needs` fit: move pages together, evict what is worth least. None: they do."""
+        if self.arena.fits(needs):
+            return None
+        pinned = self._pinned_slabs()
+        refused: set[Slab] = set()
+
+        def is_pinned(slab: Slab) -> bool:
+            if slab in pinned:
+                refused.add(slab)
+            return slab in pinned
+
+        while not self.arena.fits(needs):
+            if self.arena.compact(needs, is_pinned, self._pages_moved):
+                self.run_operations()
+            elif not self._evict_least(needs):
+                return self._no_room(len(refused))
+        return None
+
+    def _no_room(self, num_pinned: int) -> NoRoom:
+        if self.arena.has_limbo:
+            return NoRoom("moves are under way: acknowledge them and ask again", num_pinned, wait_for_moves=True)
+        if num_pinned:
+            return NoRoom(f"{num_pinned} slabs are pinned by steps in flight: let one finish", num_pinned)
+        return NoRoom("nothing left to evict: running requests hold the rest")
+
+    def run_operations(self) -> None:
+        """Where the memory layer works at once, let it."""
+        if self._run_operations is not None and (batch := self.arena.take_operations()) is not None:
+            self._run_operations(batch.operations)
+            self.arena.acknowledge(batch.id)
+
+    def _pinned_slabs(self) -> set[Slab]:
+        pinned: set[Slab] = set()
+        for lease in self.in_flight.values():
+            pinned |= lease.slabs
+            for node in lease.leaf.path():
+                pinned |= node.slabs
+        return pinned
+
+    def _pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:
+        pool = slab.pool
+        tokens = [i for i, candidate in enumerate(self.token_pools) if candidate is pool]
+        states = [i for i, candidate in enumerate(self.state_pools) if candidate is pool]
+        targets = {pool.slabs[page // pool.pages_per_slab] for page in moved.values()}
+        for node in slab.holders:
+            assert isinstance(node, Node)
+            _relocate(node.pages, tokens, moved)
+            for checkpoint in node.checkpoints:
+                if checkpoint.tail_pages:
+                    checkpoint.tail_pages = [
+                        moved.get(page, page) if i in tokens else page for i, page in enumerate(checkpoint.tail_pages)
+                    ]
+                _relocate_states(checkpoint.states, states, moved)
+        for lease in self.leases.values():
+            if slab in lease.slabs or any(slab in node.slabs for node in lease.leaf.path()):
+                _relocate(lease.tables, tokens, moved)
+                _relocate_states(lease.states, states, moved)
+                lease.slabs |= targets
+
+    # --- pages held one by one --------------------------------------------------------------------------------------------
+
+    def first_visible_block(self, group: int, position: int) -> int:
+        return self.layout.token_groups[group].first_visible(position) // self.layout.block_tokens
+
+    def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
+        """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""
+        refs = self.token_pools[group].refs
+        found: list[Pages] = []
+        node = leaf
+        while last > first:
+            node = node.at_block(last - 1)
+            pages = node.pages[group]
+            assert pages is not None
+            low = max(first, node.start)
+            run = pages[low - node.start : last - node.start]
+            for page in run:
+                refs[page] += 1
+            found.append(run)
+            last = low
+        return [page for run in reversed(found) for page in run]
+
+    def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
+        """One hold less; pages nobody holds leave the node and go back."""
+        pool = self.token_pools[group]
+        refs = pool.refs
+        node = leaf
+        while last > first:
+            node = node.at_block(last - 1)
+            pages = node.pages[group]
+            assert pages is not None
+            low = max(first, node.start)
+            freed = []
+            for i in range(low - node.start, last - node.start):
+                page = pages[i]
+                if refs[page] > 1:
+                    refs[page] -= 1
+                else:
+                    del refs[page]
+                    pages[i] = NO_PAGE
+                    freed.append(page)
+            if freed:
+                self.arena.give_back(pool, freed)
+                if pages.count(NO_PAGE) == len(pages):
+                    node.pages[group] = None
+            last = low
+
+    def free_local(self, group: int, pages: Iterable[int]) -> None:
+        """Pages only one lease has ever seen."""
+        pool = self.token_pools[group]
+        freed = list(pages)
+        for page in freed:
+            assert pool.refs[page] == 1
+            del pool.refs[page]
+        self.arena.give_back(pool, freed)
+
+    def drop_state(self, group: int, state: State | None) -> None:
+        if state is not None:
+            state.refs -= 1
+            if state.refs == 0:
+                self.arena.give_back(self.state_pools[group], state.pages)
+
+    def drop_states(self, states: Sequence[State | None]) -> None:
+        for group, state in enumerate(states):
+            self.drop_state(group, state)
+
+    def state_slabs(self, states: Sequence[State | None]) -> set[Slab]:
+        return {
+            pool.slabs[page // pool.pages_per_slab]
+            for pool, state in zip(self.state_pools, states, strict=True)
+            if state is not None
+            for page in state.pages
+        }
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def add_checkpoint(self, leaf: Node, checkpoint: Checkpoint) -> None:
+        """Attach a checkpoint to the path of `leaf`; it takes over one hold of each state. Of two alike one is kept."""
+        block = checkpoint.position // self.layout.block_tokens
+        node = leaf.at_block(block - 1) if block else leaf.at_block(0)
+        while block == 0 and node.parent is not None:
+            node = node.parent
+        twin = node.checkpoint_at(checkpoint.position, checkpoint.tail_tokens)
+        if twin is not None and None not in twin.states:
+            self.drop_states(checkpoint.states)
+            self._free_tail(checkpoint)
+            twin.last_used = self.clock
+            self.offer(twin)
+            return
+        if twin is not None:
+            self.drop_checkpoint(twin)
+        for group in self.local:
+            self.hold_local(node, group, self.first_visible_block(group, checkpoint.position), block)
+        node.add_checkpoint(checkpoint)
+        node.hold_slabs(self.state_slabs(checkpoint.states))
+        checkpoint.last_used = self.clock
+        self.stats.checkpoints_kept += 1
+        self.offer(checkpoint)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint out of the index with everything it alone holds."""
+        node = checkpoint.node
+        assert node is not None
+        node.checkpoints.remove(checkpoint)
+        checkpoint.node = None
+        block = checkpoint.position // self.layout.block_tokens
+        for group in self.local:
+            self.drop_local(node, group, self.first_visible_block(group, checkpoint.position), block)
+        self.drop_states(checkpoint.states)
+        self._free_tail(checkpoint)
+
+    def _free_tail(self, checkpoint: Checkpoint) -> None:
+        for group, page in enumerate(checkpoint.tail_pages):
+            if page != NO_PAGE:
+                self.arena.give_back(self.token_pools[group], [page])
+        checkpoint.tail_pages = []
+
+    # --- nodes ------------------------------------------------------------------------------------------------------------
+
+    def release_node(self, node: Node) -> None:
+        """A lease leaves a node."""
+        node.refs -= 1
+        if node.refs == 0:
+            node.last_used = self.clock
+            self.tidy(node)
+
+    def tidy(self, node: Node | None) -> None:
+        """After a node lost a lease or a child: remove it, merge it or offer it for eviction, and so on upwards."""
+        while node is not None and not node.refs and not node.gone and (node.parent is not None or node.dead):
+            if node.dead:
+                if node.children:
+                    return
+                node = self._remove(node)
+            elif len(node.children) == 1:
+                self.index.absorb(node)
+                return
+            elif node.children:
+                return
+            else:
+                parent = node.parent
+                if not self.full:
+                    self._cut_after_last_checkpoint(node)
+                elif node.num_blocks:
+                    self.offer(node)
+                if node.num_blocks:
+                    return
+                node = parent
+
+    def kill(self, node: Node) -> None:
+        """A node and all below it are no longer found; their pages go when no lease is left on them."""
+        if node.parent is not None and not node.dead:
+            self.index.unlink(node)
+            node.parent.refs += 1  # leases below still count on the path above: see _remove
+        below = list(node.subtree())
+        for dead in below:
+            dead.dead = True
+        for dead in reversed(below):
+            if not dead.refs and not dead.children:
+                self.tidy(dead)
+
+    def _remove(self, node: Node) -> Node | None:
+        """Free a dead node without leases and children; returns the node above that this concerns, if any."""
+        parent = node.parent
+        cut_off = parent is not None and parent.children.get(node.first) is not node
+        self._free_blocks(node, 0)
+        if parent is not None and cut_off:
+            parent.refs -= 1  # taken by kill
+        return parent
+
+    def _free_blocks(self, node: Node, num_kept: int) -> None:
+        """Free all blocks after the first `num_kept` of a node without children, with the checkpoints there."""
+        boundary = (node.start + num_kept) * self.layout.block_tokens
+        end_of_kept = boundary + self.layout.block_tokens if num_kept else 0
+        for checkpoint in [c for c in node.checkpoints if c.position >= end_of_kept]:
+            self.drop_checkpoint(checkpoint)
+        if self.events.enabled and node.num_blocks > num_kept and not node.dead:
+            self.events.removed(node.keys[num_kept:])
+        if node.parent is None:
+            return
+        lost = self.index.truncate(node, num_kept)
+        for group in (*self.full, *self.taps):
+            pages = lost[group]
+            if pages:
+                present = pages if group in self.full else [page for page in pages if page != NO_PAGE]
+                self.arena.give_back(self.token_pools[group], present)
+
+    def _cut_after_last_checkpoint(self, node: Node) -> None:
+        """Without full attention, blocks after the last checkpoint have nothing to offer."""
+        last = max((c.position // self.layout.block_tokens for c in node.checkpoints), default=node.start)
+        if last < node.end:
+            self._free_blocks(node, max(0, last - node.start))
+
+    # --- eviction ---------------------------------------------------------------------------------------------------------
+
+    def offer(self, item: _Evictable) -> None:
+        """Queue something for eviction, at its present value."""
+        item.stamp += 1
+        self._serial += 1
+        heappush(self._heap, (self._eviction.value(self._facts(item)), self._serial, item.stamp, item))
+        if len(self._heap) > 1024 and self._serial % len(self._heap) == 0:
+            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp and _is_kept(entry[3])]
+            heapify(self._heap)
+
+    def _facts(self, item: _Evictable) -> Candidate:
+        size = self.layout.block_tokens
+        if isinstance(item, Checkpoint):
+            return Candidate(
+                True, item.last_used, item.num_hits, item.position, item.position, self.layout.checkpoint_bytes
+            )
+        blocks = item.num_blocks
+        bytes_ = blocks * self._block_page_bytes
+        return Candidate(False, item.last_used, item.num_hits, item.end * size, blocks * size, bytes_)
+
+    def _evict_least(self, needs: Needs) -> bool:
+        """Evict the item of least value, or as much of its end as is needed; False if nothing may go."""
+        heap = self._heap
+        while heap:
+            _, _, stamp, item = heap[0]
+            if stamp != item.stamp or not _is_evictable(item):
+                heappop(heap)
+            elif isinstance(item, Checkpoint):
+                heappop(heap)
+                self._evict_checkpoint(item)
+                return True
+            else:
+                heappop(heap)
+                self._evict_blocks(item, needs)
+                return True
+        return False
+
+    def _evict_checkpoint(self, checkpoint: Checkpoint) -> None:
+        node = checkpoint.node
+        assert node is not None
+        self.drop_checkpoint(checkpoint)
+        self.stats.checkpoints_evicted += 1
+        if not self.full and not node.refs and not node.children:
+            self.tidy(node)
+
+    def _evict_blocks(self, node: Node, needs: Needs) -> None:
+        """A slab's worth, or what the needs ask of the same pools if that is more."""
+        wanted = max(
+            max(self.token_pools[group].pages_per_slab, needs.get(self.token_pools[group], 0)) for group in self.full
+        )
+        kept = max(0, node.num_blocks - wanted)
+        self.stats.blocks_evicted += node.num_blocks - kept
+        parent, last_used = node.parent, node.last_used
+        self._free_blocks(node, kept)
+        if kept:
+            self.offer(node)
+        elif parent is not None:
+            parent.last_used = max(parent.last_used, last_used)
+            self.tidy(parent)
+
+
+def _is_kept(item: _Evictable) -> bool:
+    return item.node is not None if isinstance(item, Checkpoint) else not item.dead
+
+
+def _is_evictable(item: _Evictable) -> bool:
+    if isinstance(item, Checkpoint):
+        return item.node is not None and not item.holds
+    return not item.dead and not item.refs and not item.children and item.parent is not None
+
+
+def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:
+    for group in groups:
+        pages = tables[group]
+        if pages is not None:
+            pages[:] = [moved.get(page, page) for page in pages]
+
+
+def _relocate_states(states: Sequence[State | None], groups: Sequence[int], moved: dict[int, int]) -> None:
+    for group in groups:
+        state = states[group]
+        if state is not None:
+            state.pages = [moved.get(page, page) for page in state.pages]

@@ -1,0 +1,112 @@
+"""What the cache core must know of a plan: the groups, how they look back, and how slabs are cut. No bytes, no layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hybridkv.errors import PlanError
+from hybridkv.plan import GroupPlan, Plan
+from hybridkv.spec import ChunkedLocal, HiddenTap, LinearState, SlidingWindow
+
+
+class Role(StrEnum):
+    """How a group supplies a position n: what must be there for a request to resume at n."""
+
+    FULL = "full"
+    """Every block of [0, n)."""
+    LOCAL = "local"
+    """The blocks a window or chunk still sees at n."""
+    TAP = "tap"
+    """Every block of [0, n), but only for requests that ask."""
+    STATE = "state"
+    """A state at exactly n."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One page table of every request."""
+
+    name: str
+    role: Role
+    pages_per_slab: int
+    page_bytes: int = 1
+    pages_per_state: int = 1
+    window: int | None = None
+    chunk: int | None = None
+    pool: str = ""
+    """Groups of one pool share pages: the tapped layers do. Default: a pool of its own."""
+
+    @property
+    def pool_name(self) -> str:
+        return self.pool or self.name
+
+    def first_visible(self, position: int) -> int:
+        """The first token that the token at `position` sees in this group."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The groups of a cache in the order of all its tables: full, local and tap groups, then states apart."""
+
+    block_tokens: int
+    num_slabs: int
+    token_groups: tuple[CacheGroup, ...]
+    state_groups: tuple[CacheGroup, ...]
+    kv_bytes_per_token: int = field(default=0)
+    """Of full attention: what a checkpoint's bytes are weighed against."""
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[CacheGroup], *, block_tokens: int, num_slabs: int, kv_bytes_per_token: int = 0
+    ) -> CacheLayout:
+        if block_tokens < 1:
+            raise PlanError(f"block of {block_tokens} tokens: pass the plan's block_tokens, at least 1")
+        order = [Role.FULL, Role.LOCAL, Role.TAP]
+        tokens = sorted((g for g in groups if g.role is not Role.STATE), key=lambda g: order.index(g.role))
+        states = tuple(group for group in groups if group.role is Role.STATE)
+        if not tokens and not states:
+            raise PlanError("a cache without groups has nothing to keep: pass the groups of a plan")
+        return cls(block_tokens, num_slabs, tuple(tokens), states, kv_bytes_per_token)
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> CacheLayout:
+        groups = [group for planned in plan.groups for group in _cache_groups(planned)]
+        return cls.of(
+            groups,
+            block_tokens=plan.options.block_tokens,
+            num_slabs=plan.num_slabs,
+            kv_bytes_per_token=plan.model.kv_bytes_per_token,
+        )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint keeps at most, besides full-attention KV."""
+        states = sum(group.page_bytes * group.pages_per_state for group in self.state_groups)
+        local = sum(
+            group.page_bytes * -(-((group.window or group.chunk or 1) - 1) // self.block_tokens)
+            for group in self.token_groups
+            if group.role is Role.LOCAL
+        )
+        return states + local
+
+
+def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
+    """One cache group for each group of the plan, but one for each tapped layer: they come and go one by one."""
+    spec = planned.specs[0]
+    per_slab, stride = planned.pages_per_slab, planned.stride_bytes
+    if isinstance(spec, HiddenTap):
+        return [CacheGroup(f"tap{layer}", Role.TAP, per_slab, stride, pool=planned.name) for layer in planned.layers]
+    if isinstance(spec, LinearState):
+        return [CacheGroup(planned.name, Role.STATE, per_slab, stride, pages_per_state=planned.layout.pages)]
+    if isinstance(spec, SlidingWindow):
+        return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, window=spec.window)]
+    if isinstance(spec, ChunkedLocal):
+        return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, chunk=spec.chunk)]
+    return [CacheGroup(planned.name, Role.FULL, per_slab, stride)]

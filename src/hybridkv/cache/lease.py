@@ -1,0 +1,186 @@
+"""What one running request holds, and the tables of one step."""
+
+from __future__ import annotations
+
+import json
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from hybridkv.cache.arena import Slab
+from hybridkv.cache.index import Checkpoint, Node, Pages, State
+from hybridkv.cache.tokens import TOKEN_BYTES
+
+
+class Segment(NamedTuple):
+    """A run of a request's tokens in one step: the scan reads the state from src and writes it to dst.
+
+    Equal pages: in place. The null page as src: a zero state. A state cut into several pages names them all.
+    """
+
+    start: int
+    end: int
+    src: tuple[int, ...]
+    dst: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """Everything a step needs to know of one request: positions are explicit, nothing is inferred from shapes."""
+
+    start: int
+    end: int
+    block_tokens: int
+    tables: dict[str, list[int]]
+    """By token group: the page of each block up to `end`. The null page: a block the group no longer sees."""
+    segments: dict[str, list[Segment]]
+    """By state group: the step's tokens in order."""
+
+    def encode(self) -> bytes:
+        """For another process."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> StepTables:
+        raw = json.loads(data)
+        segments = {
+            group: [Segment(start, end, tuple(src), tuple(dst)) for start, end, src, dst in rows]
+            for group, rows in raw["segments"].items()
+        }
+        return cls(raw["start"], raw["end"], raw["block_tokens"], raw["tables"], segments)
+
+
+class Kept(NamedTuple):
+    """A position inside a step where a state was kept."""
+
+    position: int
+    states: list[State | None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was handed out and has not come back."""
+
+    start: int
+    end: int
+    old_states: list[State | None]
+    """The states at `start`, one hold each, for as long as the step may be taken back."""
+    in_place: bool
+    """Some state at `start` is being overwritten: if the step fails, it is lost."""
+    kept: list[Kept]
+
+
+class Lease:
+    """A running request: tokens, page tables, states, and the node that holds its path in the index."""
+
+    __slots__ = (
+        "_computing",
+        "aborted",
+        "cached_tokens",
+        "computed",
+        "id",
+        "keeps",
+        "leaf",
+        "local_first",
+        "poisoned",
+        "prompt_tokens",
+        "released",
+        "root_key",
+        "slabs",
+        "states",
+        "step",
+        "tables",
+        "tail",
+        "taps",
+        "tokens",
+    )
+
+    leaf: Node
+
+    def __init__(self, lease_id: int, root_key: bytes, tokens: bytearray, taps: Sequence[int]) -> None:
+        self.id = lease_id
+        self.root_key = root_key
+        self.tokens = tokens
+        self.prompt_tokens = len(tokens) // TOKEN_BYTES
+        self.taps = tuple(taps)
+        """The tapped layers it uses, as indices of token groups."""
+        self.computed = 0
+        """Tokens whose KV and state are there: full, local and state groups all stand at this same depth."""
+        self.cached_tokens = 0
+        """What the index supplied when the lease began."""
+        self.tables: list[Pages | None] = []
+        """By token group: a page a block; None for taps the request did not ask for."""
+        self.local_first: list[int] = []
+        """By token group: the first block a local group still holds."""
+        self.states: list[State | None] = []
+        """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""
+        self.tail: Checkpoint | None = None
+        """The checkpoint inside a block that this lease resumes from, until its tail has been copied."""
+        self.keeps: list[int] = []
+        """Positions ahead where a checkpoint is wanted."""
+        self.step: InFlight | None = None
+        self.slabs: set[Slab] = set()
+        self.poisoned: int | None = None
+        """The first position that is invalid, found while a step was in flight."""
+        self.aborted = False
+        self.released = False
+        self._computing: tuple[Node, bytes] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt, and what has been sampled."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def in_flight(self) -> bool:
+        return self.step is not None
+
+    def keep_at(self, position: int) -> None:
+        """Ask for a checkpoint at `position`, if it still lies ahead."""
+        ahead = self.step.end if self.step else self.computed
+        if position > ahead and position not in self.keeps:
+            insort(self.keeps, position)
+
+    def announce(self, block_bytes: int) -> None:
+        """Say in the index which block comes next, so that others with the same prefix can wait for it."""
+        self.withdraw()
+        start = self.leaf.end * block_bytes
+        if start + block_bytes <= self.prompt_tokens * TOKEN_BYTES:
+            block = bytes(self.tokens[start : start + block_bytes])
+            self._computing = (self.leaf, block)
+            self.leaf.computing.setdefault(block, self)
+
+    def withdraw(self) -> None:
+        if self._computing is not None:
+            node, block = self._computing
+            if node.computing.get(block) is self:
+                del node.computing[block]
+            self._computing = None
+
+
+class NoRoom(NamedTuple):
+    """Why pages could not be had. False in a condition, so that `if not (step := extend(...))` reads well."""
+
+    reason: str
+    pinned_slabs: int = 0
+    """Slabs that could have been emptied but for steps in flight."""
+    wait_for_moves: bool = False
+    """Moves are under way: run and acknowledge them, then ask again."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Match(NamedTuple):
+    """What the index has for some tokens, without touching it."""
+
+    num_tokens: int
+    """Where a request would resume."""
+    matched_tokens: int
+    """Full-attention KV that matches, in whole blocks."""
+    missing: str
+    leader: Lease | None
+    """A running request that is computing more of the same prefix right now."""
+    leader_tokens: int
+    """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""

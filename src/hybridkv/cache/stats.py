@@ -1,0 +1,71 @@
+"""What the cache counts, and the events it tells."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters since the start. Tokens and blocks, never bytes: the plan knows those."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    """Prompt tokens that were not supplied, by reason."""
+    checkpoints_kept: int = 0
+    checkpoints_hit: int = 0
+    checkpoints_skipped: int = 0
+    """Wanted, but there was no page to spare."""
+    checkpoints_evicted: int = 0
+    blocks_published: int = 0
+    blocks_shared: int = 0
+    """Computed although another request had published the same block meanwhile; one copy is kept."""
+    blocks_evicted: int = 0
+    rollbacks: int = 0
+    rolled_back_tokens: int = 0
+    invalid_pages: int = 0
+    no_room: int = 0
+
+
+class Event(NamedTuple):
+    kind: str
+    """stored, removed (with block names), hit, missed (with tokens, and why)."""
+    keys: tuple[bytes, ...] = ()
+    tokens: int = 0
+    reason: str = ""
+
+
+class Events:
+    """Events for those who listen; the oldest are dropped and counted if nobody takes them."""
+
+    def __init__(self, limit: int) -> None:
+        self.enabled = limit > 0
+        self.num_dropped = 0
+        self._waiting: deque[Event] = deque(maxlen=max(limit, 1))
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        self._add(Event("stored", tuple(keys)))
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        self._add(Event("removed", tuple(keys)))
+
+    def hit(self, tokens: int) -> None:
+        self._add(Event("hit", tokens=tokens))
+
+    def missed(self, tokens: int, reason: str) -> None:
+        self._add(Event("missed", tokens=tokens, reason=reason))
+
+    def take(self) -> list[Event]:
+        events = list(self._waiting)
+        self._waiting.clear()
+        return events
+
+    def _add(self, event: Event) -> None:
+        if self.enabled:
+            self.num_dropped += len(self._waiting) == self._waiting.maxlen
+            self._waiting.append(event)

@@ -1,0 +1,55 @@
+"""Tokens as bytes, four a token, so that comparing prefixes is one memcmp; and the names of blocks outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from struct import Struct
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.errors import HybridKVError
+
+TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
+
+TOKEN_BYTES = 4
+_structs: dict[int, Struct] = {}
+
+
+def pack_tokens(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian int32. An int32 array or packed bytes are taken as they are; lists cost more."""
+    if isinstance(tokens, (bytes, bytearray)):
+        if len(tokens) % TOKEN_BYTES:
+            raise HybridKVError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
+        return bytes(tokens)
+    if isinstance(tokens, np.ndarray):
+        if tokens.dtype != np.dtype("<i4"):
+            raise HybridKVError(f"tokens of dtype {tokens.dtype}: convert them to int32")
+        return tokens.tobytes()
+    count = len(tokens)
+    struct = _structs.get(count)
+    if struct is None:
+        if len(_structs) > 4096:
+            _structs.clear()
+        struct = _structs[count] = Struct(f"<{count}i")
+    return struct.pack(*tokens)
+
+
+def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:
+    """What separates tenants, adapters and media: different keys never meet, in the tree or in block names."""
+    digest = sha256()
+    for text in (salt, *extra_keys):
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.digest()
+
+
+def block_keys(parent: bytes, tokens: bytes | bytearray, block_bytes: int) -> list[bytes]:
+    """The chained SHA-256 names of whole blocks that follow a block named `parent`."""
+    keys = []
+    key = parent
+    for start in range(0, len(tokens), block_bytes):
+        key = sha256(key + tokens[start : start + block_bytes]).digest()
+        keys.append(key)
+    return keys

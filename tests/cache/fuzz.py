@@ -1,0 +1,296 @@
+"""Random lives of many requests over random layouts, checked at every step.
+
+One engine drives it with two sources of chance: hypothesis (which shrinks) and a seeded generator (for long runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hybridkv.cache import Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, Role
+from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache.tokens import pack_tokens, root_key
+from tests.cache.sim import Sim, Value
+
+T = TypeVar("T")
+BLOCK = 4
+
+
+class Chance:
+    """Where choices come from."""
+
+    def __init__(self, integer: Callable[[int, int], int]) -> None:
+        self.integer = integer
+
+    def choice(self, items: Sequence[T]) -> T:
+        return items[self.integer(0, len(items) - 1)]
+
+    def one_in(self, n: int) -> bool:
+        return self.integer(1, n) == n
+
+
+def random_layout(chance: Chance) -> CacheLayout:
+    """Some full groups, up to two windows and a chunk, up to two states, up to two taps."""
+    groups = [CacheGroup(f"full{i}", Role.FULL, chance.integer(1, 5)) for i in range(chance.integer(0, 2))]
+    for i in range(chance.integer(0, 2)):
+        groups.append(CacheGroup(f"window{i}", Role.LOCAL, chance.integer(1, 5), window=chance.integer(1, 14)))
+    if chance.one_in(4):
+        groups.append(CacheGroup("chunk", Role.LOCAL, chance.integer(1, 4), chunk=chance.integer(1, 12)))
+    for i in range(chance.integer(0, 2)):
+        size = chance.integer(1, 3)
+        groups.append(CacheGroup(f"state{i}", Role.STATE, chance.integer(1, 3), pages_per_state=size))
+    if not groups:
+        groups.append(CacheGroup("full0", Role.FULL, 3))
+    for i in range(chance.integer(0, 2)):
+        groups.append(CacheGroup(f"tap{i}", Role.TAP, 2, pool="taps"))
+    return CacheLayout.of(groups, block_tokens=BLOCK, num_slabs=chance.integer(4, 60))
+
+
+class Fuzz:
+    """One cache and its users."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.chance = chance
+        self.layout = random_layout(chance)
+        self.now = 0.0
+        self.sim = Sim(
+            self.layout,
+            at_once=chance.one_in(2),
+            checkpoint_policy=PromptEndBranchesGrid(chance.choice([None, 8, 16])),
+            clock=lambda: self.now,
+            event_limit=10,
+        )
+        self.cache: Cache = self.sim.cache
+        self.idle: list[Lease] = []
+        self.flying: list[tuple[Lease, bool]] = []
+        self.pins: list[Pin] = []
+        self.texts: list[list[int]] = [[]]
+        self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
+        self.num_ops = 0
+        self.counts: dict[str, int] = {}
+
+    def step(self) -> None:
+        """One random verb, then all checks."""
+        verbs = [
+            *[self.begin] * 4,
+            *[self.extend] * 8,
+            *[self.commit] * 8,
+            *[self.release] * 2,
+            self.abort,
+            self.fork,
+            self.rollback,
+            self.pin,
+            self.wait,
+            *[self.acknowledge] * 3,
+            self.spoil,
+        ]
+        verb = self.reset if self.chance.integer(1, 200) == 1 else self.chance.choice(verbs)
+        verb()
+        self.num_ops += 1
+        self.counts[verb.__name__] = self.counts.get(verb.__name__, 0) + 1
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        self.sim.run_operations()  # pages that were moved have their content only now
+        assert not self.sim.reachable_taint()
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        if len(self.idle) + len(self.flying) >= 8:
+            return
+        tokens = self._prompt()
+        salt = self.chance.choice(["", "", "", "x"])
+        taps = [tap for tap in self.taps if self.chance.one_in(3)]
+        match = self.cache.match(tokens, salt=salt, taps=taps)
+        expected = self.sim.brute_force_resume(pack_tokens(tokens), root_key(salt), taps)
+        assert match.num_tokens == expected
+        if self.chance.one_in(2):
+            self.cache.follow(match)
+        breakpoints = [self.chance.integer(1, len(tokens))] if self.chance.one_in(3) else []
+        lease = self.cache.begin(tokens, salt=salt, taps=taps, breakpoints=breakpoints)
+        assert lease.cached_tokens == expected
+        self.idle.append(lease)
+
+    def extend(self) -> None:
+        lease = self._pick_idle()
+        if lease is None:
+            return
+        if lease.computed == lease.num_tokens:
+            lease.tokens += pack_tokens([self.chance.integer(0, 1)])
+        count = self.chance.integer(1, min(12, lease.num_tokens - lease.computed))
+        may_cut = self.chance.one_in(3)
+        if self.sim.extend(lease, count, may_cut=may_cut) is not None:
+            self.idle.remove(lease)
+            self.flying.append((lease, may_cut))
+        elif not self.flying and self.chance.one_in(2):
+            self.sim.acknowledge_all()
+            if self.sim.extend(lease, count) is None:  # preempt the youngest
+                self._let_go(self.idle[-1])
+            else:
+                self.idle.remove(lease)
+                self.flying.append((lease, False))
+
+    def commit(self) -> None:
+        if not self.flying:
+            return
+        lease, may_cut = self.flying.pop(self.chance.integer(0, len(self.flying) - 1))
+        assert lease.step is not None
+        length = lease.step.end - lease.step.start
+        if lease.aborted:
+            self.cache.commit(lease, failed=self.chance.one_in(2))
+            return
+        before, poisoned = lease.computed, lease.poisoned
+        if self.chance.one_in(6):
+            self.cache.commit(lease, failed=True)
+            assert lease.computed <= before
+        elif may_cut or (not self.layout.state_groups and self.chance.one_in(4)) or self.chance.one_in(20):
+            accepted = self.chance.integer(0, length)
+            self.cache.commit(lease, accepted)
+            assert lease.computed <= before + accepted
+            assert poisoned is not None or not may_cut or lease.computed >= before
+        else:
+            self.cache.commit(lease, sampled=[self.chance.integer(0, 1)] * self.chance.integer(0, 1))
+            assert lease.computed == before + length or poisoned is not None
+        if poisoned is not None:
+            assert lease.computed <= poisoned
+        self.idle.append(lease)
+
+    def release(self) -> None:
+        lease = self._pick_idle()
+        if lease is not None:
+            self._let_go(lease)
+
+    def abort(self) -> None:
+        running = self.idle + [lease for lease, _ in self.flying]
+        if running:
+            lease = self.chance.choice(running)
+            self.cache.abort(lease)
+            if lease in self.idle:
+                self.idle.remove(lease)
+
+    def fork(self) -> None:
+        lease = self._pick_idle()
+        if lease is not None and len(self.idle) < 8:
+            twins = self.cache.fork(lease, self.chance.integer(1, 2))
+            if not isinstance(twins, NoRoom):
+                self.idle += twins
+
+    def rollback(self) -> None:
+        lease = self._pick_idle()
+        if lease is not None:
+            limit = self.chance.integer(0, lease.computed)
+            assert self.cache.rollback(lease, limit) <= limit
+
+    def pin(self) -> None:
+        if self.pins and self.chance.one_in(2):
+            self.cache.unpin(self.pins.pop())
+        elif len(self.pins) < 2:
+            self.pins.append(self.cache.pin(self._prompt(), self.chance.integer(1, 5)))
+
+    def wait(self) -> None:
+        self.now += 1
+
+    def acknowledge(self) -> None:
+        waiting = self.sim.unacknowledged
+        if waiting:
+            self.cache.acknowledge(waiting.pop(self.chance.integer(0, len(waiting) - 1)))
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def spoil(self) -> None:
+        """A page goes bad, some requests use it before anyone knows, then it is found out."""
+        lease = self._pick_idle()
+        if lease is None:
+            return
+        found = self._page_of(lease)
+        if found is None:
+            return
+        name, page = found
+        slots = self.sim.memory.page(self.sim.groups[name].pool_name, page)
+        self.sim.run_operations()
+        for slot, value in list(slots.items()):
+            slots[slot] = Value(value.prefix, tainted=True)
+        # Other pages may be let go of by a commit: then nobody could be told any more.
+        published = self.sim.groups[name].role in (Role.FULL, Role.TAP) and any(
+            table is not None and page in table[: lease.leaf.end] for table in lease.tables
+        )
+        for user in [lease, *self.idle]:
+            if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
+                if self.sim.extend(user, 1, may_cut=True) is None:
+                    continue
+                if published and self.chance.one_in(2):
+                    self.cache.commit(user)
+                else:
+                    self.idle.remove(user)
+                    self.flying.append((user, True))
+        if not self._is_held(name, page, lease):
+            page = self._moved_to(name, lease)  # compaction took it elsewhere
+        self.cache.invalidate({name: [page]} if page else {})
+        self.counts["spoiled"] = self.counts.get("spoiled", 0) + 1
+
+    def finish(self) -> None:
+        """All leave; nothing may be left."""
+        for lease, _ in self.flying:
+            self.cache.commit(lease)
+            self.cache.abort(lease)
+        for lease in self.idle:
+            self.cache.release(lease, keep=self.chance.one_in(2))
+        self.check()
+        self.cache.reset()
+        self.sim.acknowledge_all()
+        self.check()
+        assert not self.cache.leases
+        assert set(self.cache.pages_in_use().values()) == {0}
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _prompt(self) -> list[int]:
+        """Something new, or a piece of something old with something new after it."""
+        old = self.chance.choice(self.texts)
+        kept = old[: self.chance.integer(0, len(old))]
+        new = [self.chance.integer(0, 1) for _ in range(self.chance.integer(1, 24))]
+        text = (kept + new)[:120]
+        if len(self.texts) < 12:
+            self.texts.append(text)
+        else:
+            self.texts[self.chance.integer(1, 11)] = text
+        return text
+
+    def _pick_idle(self) -> Lease | None:
+        return self.chance.choice(self.idle) if self.idle else None
+
+    def _let_go(self, lease: Lease) -> None:
+        keep = not self.chance.one_in(4)
+        position, tokens, key = lease.computed, bytes(lease.tokens), lease.root_key
+        usable = keep and position and not lease.leaf.dead
+        self.idle.remove(lease)
+        self.cache.release(lease, keep=keep)
+        if usable and position < len(tokens) // 4 and not lease.taps:
+            # Where it stopped, it can go on.
+            assert self.sim.brute_force_resume(tokens[: (position + 1) * 4], key) == position
+
+    def _page_of(self, lease: Lease) -> tuple[str, int] | None:
+        places = []
+        for group, table in zip(self.layout.token_groups, lease.tables, strict=True):
+            first = lease.local_first[self.layout.token_groups.index(group)]
+            whole = (table or [])[first : -(-lease.computed // BLOCK)]
+            places += [(group.name, page) for page in whole if page]
+        for group, state in zip(self.layout.state_groups, lease.states, strict=True):
+            if state is not None:
+                places.append((group.name, state.pages[0]))
+        return self.chance.choice(places) if places else None
+
+    def _is_held(self, name: str, page: int, lease: Lease) -> bool:
+        return bool(self.sim._tainted(name, [page]))
+
+    def _moved_to(self, name: str, lease: Lease) -> int:
+        pool = self.sim.groups[name].pool_name
+        bad = [
+            p
+            for (where, p), slots in self.sim.memory.slots.items()
+            if where == pool and any(v.tainted for v in slots.values())
+        ]
+        return bad[0] if bad else 0
