@@ -6,9 +6,11 @@ One engine drives it with two sources of chance: hypothesis (which shrinks) and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from hybridkv.cache import Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, Role
+from hybridkv.cache.index import State
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.tokens import pack_tokens, root_key
 from tests.cache.sim import Sim, Value
@@ -205,10 +207,11 @@ class Fuzz:
         lease = self._pick_idle()
         if lease is None:
             return
-        found = self._page_of(lease)
-        if found is None:
+        places = self._places(lease)
+        if not places:
             return
-        name, page = found
+        name, where = self.chance.choice(places)
+        page = where()
         slots = self.sim.memory.page(self.sim.groups[name].pool_name, page)
         self.sim.run_operations()
         for slot, value in list(slots.items()):
@@ -226,9 +229,7 @@ class Fuzz:
                 else:
                     self.idle.remove(user)
                     self.flying.append((user, True))
-        if not self._is_held(name, page, lease):
-            page = self._moved_to(name, lease)  # compaction took it elsewhere
-        self.cache.invalidate({name: [page]} if page else {})
+        self.cache.invalidate({name: [where()]})  # it may have moved
         self.counts["spoiled"] = self.counts.get("spoiled", 0) + 1
 
     def finish(self) -> None:
@@ -272,25 +273,19 @@ class Fuzz:
             # Where it stopped, it can go on.
             assert self.sim.brute_force_resume(tokens[: (position + 1) * 4], key) == position
 
-    def _page_of(self, lease: Lease) -> tuple[str, int] | None:
-        places = []
+    def _places(self, lease: Lease) -> list[tuple[str, Callable[[], int]]]:
+        """Where a lease holds computed content: the group, and how to find the page now."""
+        places: list[tuple[str, Callable[[], int]]] = []
         for group, table in zip(self.layout.token_groups, lease.tables, strict=True):
             first = lease.local_first[self.layout.token_groups.index(group)]
-            whole = (table or [])[first : -(-lease.computed // BLOCK)]
-            places += [(group.name, page) for page in whole if page]
+            last = min(-(-lease.computed // BLOCK), len(table or ()))
+            if table is not None:
+                places += [(group.name, partial(table.__getitem__, i)) for i in range(first, last)]
         for group, state in zip(self.layout.state_groups, lease.states, strict=True):
             if state is not None:
-                places.append((group.name, state.pages[0]))
-        return self.chance.choice(places) if places else None
+                places.append((group.name, partial(_first_page, state)))
+        return places
 
-    def _is_held(self, name: str, page: int, lease: Lease) -> bool:
-        return bool(self.sim._tainted(name, [page]))
 
-    def _moved_to(self, name: str, lease: Lease) -> int:
-        pool = self.sim.groups[name].pool_name
-        bad = [
-            p
-            for (where, p), slots in self.sim.memory.slots.items()
-            if where == pool and any(v.tainted for v in slots.values())
-        ]
-        return bad[0] if bad else 0
+def _first_page(state: State) -> int:
+    return state.pages[0]

@@ -1,8 +1,8 @@
 """A cache over a pretend memory that remembers what was written where.
 
-Every token of every group has a value that names the whole prefix it stands for; a state names the prefix it has seen.
-Running a step reads, through the tables alone, everything a model would read, and compares. So a wrong page, a stale tail,
-a state from elsewhere or a page reused too early is seen at once.
+Every token of every group has a value that names the whole prefix it stands for; a state names the prefix it has
+seen. Running a step reads, through the tables alone, everything a model would read, and compares. So a wrong page, a
+stale tail, a state from elsewhere or a page reused too early is seen at once.
 """
 
 from __future__ import annotations

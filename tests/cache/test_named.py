@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def window(size: int, name: str = "") -> CacheGroup:
     return CacheGroup(name or f"window{size}", Role.LOCAL, 8, window=size)
 
 
-def sim(*groups: CacheGroup, num_slabs: int = 400, grid: int | None = None, **options: object) -> Sim:
+def sim(*groups: CacheGroup, num_slabs: int = 400, grid: int | None = None, **options: Any) -> Sim:
     layout = CacheLayout.of(groups, block_tokens=16, num_slabs=num_slabs)
     return Sim(layout, checkpoint_policy=PromptEndBranchesGrid(grid), **options)
 

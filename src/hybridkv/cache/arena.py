@@ -1,17 +1,19 @@
 """Pages and slabs: who has which, and how memory moves from one pool to another.
 
-A pool owns slabs and hands out their pages, from the fullest slab first, so that the others run empty and go back. When
-free pages are scattered, `compact` moves the pages of the emptiest slab into holes elsewhere. The arena knows nothing of
-tokens or requests: those who hold pages are told where they went.
+A pool owns slabs and hands out their pages, from the fullest slab first, so that the others run empty and go back.
+When free pages are scattered, `compact` moves the pages of the emptiest slab into holes elsewhere. The arena knows
+nothing of tokens or requests: those who hold pages are told where they went.
 
-Moves, tail copies and zeroing form one ordered list (`take_operations`) that the memory layer runs before the next step.
-A page that an unacknowledged operation reads or writes is not reused, even if it was given back meanwhile.
+Moves, tail copies and zeroing form one ordered list (`take_operations`) that the memory layer runs before the next
+step. A page that an unacknowledged operation reads or writes is not reused, even if it was given back meanwhile.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 NULL_PAGE = 0
@@ -102,7 +104,7 @@ class Pool:
         self.slabs: dict[int, Slab] = {}
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
         self.refs: dict[int, int] = {}
-        """Holders of each page that may be shared one by one (windows, states); other pages belong to one node."""
+        """Holds of pages that have more than one: those of local groups may be shared one by one."""
 
     def file(self, slab: Slab) -> None:
         """File a slab anew after its number of free pages changed."""
@@ -168,14 +170,19 @@ class Arena:
         """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
         if self._busy:
             pages = self._keep_busy_back(pool, pages)
-        per_slab, slabs = pool.pages_per_slab, pool.slabs
-        touched: dict[Slab, None] = {}
-        for page in pages:
-            slab = slabs[page // per_slab]
-            slab.free.append(page)
-            touched[slab] = None
+        if not pages:
+            return
+        per_slab = pool.pages_per_slab
         pool.num_free += len(pages)
-        for slab in touched:
+        if max(pages) // per_slab == min(pages) // per_slab:
+            runs = [pages]
+        else:
+            pages = sorted(pages)
+            cuts = [bisect_left(pages, index * per_slab) for index in sorted({page // per_slab for page in pages})]
+            runs = [pages[start:end] for start, end in pairwise([*cuts, len(pages)])]
+        for run in runs:
+            slab = pool.slabs[run[0] // per_slab]
+            slab.free += run
             self._settle(slab)
 
     def _give_slab(self, pool: Pool) -> Slab:

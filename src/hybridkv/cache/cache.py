@@ -132,38 +132,32 @@ class Cache:
         start, end = lease.computed, lease.computed + num_tokens
         if num_tokens < 1 or end > lease.num_tokens:
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
-        leasing = self._leasing
-        kept = [p for p in lease.keeps if start < p <= end]
+        leasing, keeper = self._leasing, self._keeper
+        kept = [p for p in lease.keeps if p <= end]
         fresh = [state is None or state.refs > 1 or may_cut for state in lease.states]
-        num_blocks = 0
-        if self.layout.token_groups:
-            num_blocks = max(0, -(-end // self.block_tokens) - leasing.num_table_blocks(lease))
-        if num_blocks or kept or True in fresh:
-            room = leasing.room_for(lease, num_blocks, fresh, kept, end)
+        num_blocks = -(-end // self.block_tokens) - leasing.num_table_blocks(lease) if lease.named_tables else 0
+        if num_blocks > 0 or kept or True in fresh:
+            room = leasing.room_for(lease, max(0, num_blocks), fresh, kept, end)
             if isinstance(room, NoRoom):
                 self.stats.no_room += 1
                 return room
-            kept = room
-            if num_blocks:
+            if num_blocks > 0:
                 leasing.add_blocks(lease, num_blocks)
             leasing.settle_tail(lease)
-        segments = leasing.add_segments(lease, start, end, kept, fresh)
-        self._keeper.run_operations()
-        return StepTables(
-            start,
-            end,
-            self.block_tokens,
-            {name: table for name, index in self._token_group.items() if (table := lease.tables[index]) is not None},
-            dict(zip(self._state_group, segments, strict=True)),
-        )
+            segments = dict(zip(self._state_group, leasing.add_segments(lease, start, end, room, fresh), strict=True))
+            keeper.run_operations()
+        else:
+            segments = leasing.decode_segments(lease, start, end)
+        keeper.in_flight[lease.id] = lease
+        return StepTables(start, end, self.block_tokens, lease.named_tables, segments)
 
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
     ) -> int:
         """The step is done: publish its whole blocks and checkpoints. Returns how many tokens are computed now.
 
-        `num_accepted`: fewer than extended if the step was cut back; sampled tokens after them are forgotten. `sampled` are
-        appended to what is known. `failed`: nothing of the step can be used.
+        `num_accepted`: fewer than extended if the step was cut back; sampled tokens after them are forgotten. `sampled`
+        are appended to what is known. `failed`: nothing of the step can be used.
         """
         step = lease.step
         if step is None:

@@ -1,8 +1,9 @@
 """The index: a radix tree of segments.
 
 A node is a run of whole blocks: their tokens, their pages in every group, and checkpoints attached at exact positions.
-Matching compares token bytes; a lease holds only its leaf, which keeps the whole path. A node with one child and no lease
-of its own is absorbed by that child, so chains stay short. Published pages never change; a node can only lose its end.
+Matching compares token bytes; a lease holds only its leaf, which keeps the whole path. A node with one child and no
+lease of its own is absorbed by that child, so chains stay short. Published pages never change; a node can only lose
+its end.
 
 Nodes that must not be found any more (invalid pages, a new epoch) are *dead*: cut off from the root, but kept until the
 leases that still use them have left. The index never allocates and never frees: the cache does.
@@ -156,7 +157,7 @@ class Node:
         insort(self.checkpoints, checkpoint, key=_position)
 
     def hold_slabs(self, slabs: set[Slab]) -> None:
-        for slab in slabs:
+        for slab in slabs - self.slabs:
             slab.add_holder(self)
 
 

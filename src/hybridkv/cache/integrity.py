@@ -24,6 +24,8 @@ class _Recount:
         """Pages with one owner."""
         self.local: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
         """Holds on pages of local groups."""
+        self.listed: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+        """Pages of local groups that nodes name."""
         self.states: dict[State, int] = {}
         """The state group of each state."""
         self.state_holds: Counter[State] = Counter()
@@ -40,8 +42,10 @@ class _Recount:
             self.owned[self.keeper.state_pools[group].name].update(state.pages)
         for name, pool in self.keeper.arena.pools.items():
             assert all(count == 1 for count in self.owned[name].values()), name
-            assert pool.refs == self.local[name], name
+            assert pool.refs == {page: holds for page, holds in self.local[name].items() if holds > 1}, name
             assert self.owned[name].keys().isdisjoint(self.local[name])
+            assert self.listed[name].keys() <= self.local[name].keys(), name
+            assert all(count == 1 for count in self.listed[name].values()), name
         held = {name: self.owned[name] + self.local[name] for name in self.owned}
         self.keeper.arena.check_integrity(held)
 
@@ -72,7 +76,7 @@ class _Recount:
             assert group not in keeper.full or len(present) == node.num_blocks
             assert all(pool.slabs[page // pool.pages_per_slab] in node.slabs for page in present)
             if group in keeper.local:
-                assert all(page in pool.refs for page in present)
+                self.listed[pool.name].update(present)
             else:
                 self.owned[pool.name].update(present)
         assert [c.position for c in node.checkpoints] == sorted(c.position for c in node.checkpoints)

@@ -1,13 +1,13 @@
 """Who keeps which page: the index and the arena together, without the verbs of the cache.
 
-Pages of full groups and taps belong to one node (or one lease, before they are published). Pages of local groups are held
-one by one, by the leases that see them and the checkpoints that need them. States are objects that count their holders.
-Eviction, compaction and the removal of what nobody needs live here.
+Pages of full groups and taps belong to one node (or one lease, before they are published). Pages of local groups are
+held one by one, by the leases that see them and the checkpoints that need them. States are objects that count their
+holders. Eviction, compaction and the removal of what nobody needs live here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from hybridkv.cache.arena import Arena, Operation, Pool, Slab
@@ -53,7 +53,7 @@ class Keeper:
         self._serial = 0
         self._block_page_bytes = sum(layout.token_groups[i].page_bytes for i in self.full)
 
-    # --- room -----------------------------------------------------------------------------------------------------------
+    # --- room ---------------------------------------------------------------------------------------------------------
 
     def make_room(self, needs: Needs) -> NoRoom | None:
         """See to it that `needs` fit: move pages together, evict what is worth least. None: they do."""
@@ -115,7 +115,7 @@ class Keeper:
                 _relocate_states(lease.states, states, moved)
                 lease.slabs |= targets
 
-    # --- pages held one by one --------------------------------------------------------------------------------------------
+    # --- pages held one by one ----------------------------------------------------------------------------------------
 
     def first_visible_block(self, group: int, position: int) -> int:
         return self.layout.token_groups[group].first_visible(position) // self.layout.block_tokens
@@ -132,7 +132,7 @@ class Keeper:
             low = max(first, node.start)
             run = pages[low - node.start : last - node.start]
             for page in run:
-                refs[page] += 1
+                refs[page] = refs.get(page, 1) + 1
             found.append(run)
             last = low
         return [page for run in reversed(found) for page in run]
@@ -147,29 +147,23 @@ class Keeper:
             pages = node.pages[group]
             assert pages is not None
             low = max(first, node.start)
-            freed = []
-            for i in range(low - node.start, last - node.start):
-                page = pages[i]
-                if refs[page] > 1:
-                    refs[page] -= 1
-                else:
-                    del refs[page]
-                    pages[i] = NO_PAGE
-                    freed.append(page)
+            run = pages[low - node.start : last - node.start]
+            freed = run
+            if not refs.keys().isdisjoint(run):
+                freed = [page for page in run if page not in refs]
+                for page in run:
+                    if page in refs:
+                        _one_less(refs, page)
+            if len(freed) == len(run):
+                pages[low - node.start : last - node.start] = [NO_PAGE] * len(run)
+            elif freed:
+                gone = set(freed)
+                pages[low - node.start : last - node.start] = [NO_PAGE if page in gone else page for page in run]
             if freed:
                 self.arena.give_back(pool, freed)
                 if pages.count(NO_PAGE) == len(pages):
                     node.pages[group] = None
             last = low
-
-    def free_local(self, group: int, pages: Iterable[int]) -> None:
-        """Pages only one lease has ever seen."""
-        pool = self.token_pools[group]
-        freed = list(pages)
-        for page in freed:
-            assert pool.refs[page] == 1
-            del pool.refs[page]
-        self.arena.give_back(pool, freed)
 
     def drop_state(self, group: int, state: State | None) -> None:
         if state is not None:
@@ -189,7 +183,7 @@ class Keeper:
             for page in state.pages
         }
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def add_checkpoint(self, leaf: Node, checkpoint: Checkpoint) -> None:
         """Attach a checkpoint to the path of `leaf`; it takes over one hold of each state. Of two alike one is kept."""
@@ -232,7 +226,7 @@ class Keeper:
                 self.arena.give_back(self.token_pools[group], [page])
         checkpoint.tail_pages = []
 
-    # --- nodes ------------------------------------------------------------------------------------------------------------
+    # --- nodes --------------------------------------------------------------------------------------------------------
 
     def release_node(self, node: Node) -> None:
         """A lease leaves a node."""
@@ -307,7 +301,7 @@ class Keeper:
         if last < node.end:
             self._free_blocks(node, max(0, last - node.start))
 
-    # --- eviction ---------------------------------------------------------------------------------------------------------
+    # --- eviction -----------------------------------------------------------------------------------------------------
 
     def offer(self, item: _Evictable) -> None:
         """Queue something for eviction, at its present value."""
@@ -367,6 +361,13 @@ class Keeper:
         elif parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             self.tidy(parent)
+
+
+def _one_less(refs: dict[int, int], page: int) -> None:
+    if refs[page] > 2:
+        refs[page] -= 1
+    else:
+        del refs[page]
 
 
 def _is_kept(item: _Evictable) -> bool:

@@ -1,4 +1,4 @@
-"""What the cache core must know of a plan: the groups, how they look back, and how slabs are cut. No bytes, no layers."""
+"""What the cache core must know of a plan: the groups, how they look back, and how slabs are cut. No layers."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class CacheGroup:
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0
+
+    def next_slide(self, position: int, block_tokens: int) -> int:
+        """The first position after `position` that may no longer see the first block it sees."""
+        if self.window is not None:
+            return (self.first_visible(position) // block_tokens + 1) * block_tokens + self.window - 1
+        assert self.chunk is not None
+        return (position // self.chunk + 1) * self.chunk
 
 
 @dataclass(frozen=True, slots=True)

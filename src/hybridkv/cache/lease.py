@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.cache.arena import Slab
@@ -25,8 +25,7 @@ class Segment(NamedTuple):
     dst: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTables:
+class StepTables(NamedTuple):
     """Everything a step needs to know of one request: positions are explicit, nothing is inferred from shapes."""
 
     start: int
@@ -39,7 +38,7 @@ class StepTables:
 
     def encode(self) -> bytes:
         """For another process."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> StepTables:
@@ -65,10 +64,11 @@ class InFlight:
     start: int
     end: int
     old_states: list[State | None]
-    """The states at `start`, one hold each, for as long as the step may be taken back."""
+    """The states at `start`, one hold each; None for those written in place."""
     in_place: bool
     """Some state at `start` is being overwritten: if the step fails, it is lost."""
     kept: list[Kept]
+    """States of positions inside the step, one hold each."""
 
 
 class Lease:
@@ -83,11 +83,13 @@ class Lease:
         "keeps",
         "leaf",
         "local_first",
+        "named_tables",
         "poisoned",
         "prompt_tokens",
         "released",
         "root_key",
         "slabs",
+        "slide_at",
         "states",
         "step",
         "tables",
@@ -111,8 +113,12 @@ class Lease:
         """What the index supplied when the lease began."""
         self.tables: list[Pages | None] = []
         """By token group: a page a block; None for taps the request did not ask for."""
+        self.named_tables: dict[str, Pages] = {}
+        """The same lists by the group's name."""
         self.local_first: list[int] = []
         """By token group: the first block a local group still holds."""
+        self.slide_at: float = 0
+        """The position at which some local group next lets go of a block."""
         self.states: list[State | None] = []
         """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""
         self.tail: Checkpoint | None = None

@@ -1,7 +1,8 @@
-"""How a lease takes its place in the index, grows, publishes and leaves. The mechanics behind the verbs of the cache."""
+"""How a lease takes its place in the index, grows, publishes and leaves: the mechanics behind the verbs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hybridkv.cache.arena import NULL_PAGE
@@ -20,6 +21,7 @@ class Leasing:
         self.block_tokens = keeper.layout.block_tokens
         self.block_bytes = keeper.index.block_bytes
         self.state_groups = keeper.layout.state_groups
+        self._local_groups = [keeper.layout.token_groups[group] for group in keeper.local]
         self._next_id = 0
 
     def new_lease(self, root_key: bytes, tokens: bytes | bytearray, taps: Sequence[int]) -> Lease:
@@ -46,12 +48,16 @@ class Leasing:
         lease.leaf, lease.computed = leaf, position
         lease.tables = [None] * len(keeper.token_pools)
         for group in (*keeper.full, *lease.taps):
-            lease.tables[group] = [page for node in nodes for page in node.pages[group] or ()]
+            table: Pages = []
+            for node in nodes:
+                table += node.pages[group] or ()
+            lease.tables[group] = table
         lease.local_first = [0] * len(keeper.token_pools)
         for group in keeper.local:
             first = keeper.first_visible_block(group, position)
             lease.local_first[group] = first
             lease.tables[group] = [NULL_PAGE] * first + keeper.hold_local(leaf, group, first, block)
+        self._name_tables(lease)
         lease.states = [None] * len(self.state_groups)
         if resume.checkpoint is not None:
             self._attach_checkpoint(lease, resume.checkpoint)
@@ -72,6 +78,16 @@ class Leasing:
             lease.tail = checkpoint
             checkpoint.holds += 1
 
+    def _name_tables(self, lease: Lease) -> None:
+        groups = self.keeper.layout.token_groups
+        lease.named_tables = {
+            group.name: table for group, table in zip(groups, lease.tables, strict=True) if table is not None
+        }
+        lease.slide_at = self._next_slide(lease.computed)
+
+    def _next_slide(self, position: int) -> float:
+        return min((group.next_slide(position, self.block_tokens) for group in self._local_groups), default=math.inf)
+
     def _node_ending_at(self, key: bytes, path: Sequence[Step], block: int) -> Node:
         if block == 0:
             return self.keeper.index.root(key)
@@ -86,12 +102,9 @@ class Leasing:
             if table is None:
                 continue
             if group in keeper.local:
-                first = lease.local_first[group]
-                keeper.drop_local(lease.leaf, group, first, end)
-                keeper.free_local(group, table[end:])
-            elif len(table) > end:
-                keeper.arena.give_back(keeper.token_pools[group], table[end:])
-        lease.tables = []
+                keeper.drop_local(lease.leaf, group, lease.local_first[group], end)
+            keeper.arena.give_back(keeper.token_pools[group], table[end:])
+        lease.tables, lease.named_tables = [], {}
         keeper.drop_states(lease.states)
         lease.states = []
         lease.slabs = set()
@@ -127,7 +140,9 @@ class Leasing:
 
     def num_table_blocks(self, lease: Lease) -> int:
         """Blocks the lease has pages for, in every group it uses."""
-        return max((len(table) for table in lease.tables if table is not None), default=0)
+        for table in lease.named_tables.values():
+            return len(table)
+        return 0
 
     def room_for(
         self, lease: Lease, num_blocks: int, fresh: Sequence[bool], kept: list[int], end: int
@@ -163,8 +178,6 @@ class Leasing:
                 continue
             pages = keeper.arena.take(keeper.token_pools[group], num_blocks, lease.slabs)
             table += pages
-            if group in keeper.local:
-                keeper.token_pools[group].refs.update(dict.fromkeys(pages, 1))
             if lease.tail is not None:
                 keeper.arena.copy(keeper.token_pools[group], lease.tail.tail_pages[group], pages[0])
 
@@ -172,9 +185,12 @@ class Leasing:
         self, lease: Lease, start: int, end: int, kept: Sequence[int], fresh: Sequence[bool]
     ) -> list[list[Segment]]:
         """Send the step off: a chain of states for each group, one link for each position that is kept."""
+        if not self.state_groups:
+            lease.step = InFlight(start, end, [], False, [Kept(position, []) for position in kept])
+            return []
         bounds = [p for p in kept if p < end] + [end]
         chains = [self._chain(lease, group, len(bounds), fresh[group]) for group in range(len(self.state_groups))]
-        links = list(zip(*chains, strict=True))[1:] if chains else [() for _ in bounds]
+        links = list(zip(*chains, strict=True))[1:]
         lease.step = InFlight(
             start,
             end,
@@ -188,7 +204,6 @@ class Leasing:
             for state in lease.states:
                 assert state is not None
                 state.refs += 1
-        self.keeper.in_flight[lease.id] = lease
         starts = [start, *bounds]
         return [
             [
@@ -197,6 +212,16 @@ class Leasing:
             ]
             for group, chain in enumerate(chains)
         ]
+
+    def decode_segments(self, lease: Lease, start: int, end: int) -> dict[str, list[Segment]]:
+        """The common case of `add_segments`: every state in place, nothing kept."""
+        lease.step = InFlight(start, end, [None] * len(self.state_groups), bool(self.state_groups), [])
+        segments = {}
+        for group, state in zip(self.state_groups, lease.states, strict=True):
+            assert state is not None
+            pages = tuple(state.pages)
+            segments[group.name] = [Segment(start, end, pages, pages)]
+        return segments
 
     def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
         """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
@@ -214,44 +239,44 @@ class Leasing:
         """The step is good up to `target`."""
         if target == step.end:
             self.keeper.drop_states(step.old_states)
-        elif not self._step_back(lease, step, target):
-            self.drop_kept(step.kept)
-            lease.computed = step.start
-            self.reattach(lease, target)
-            return
-        if target < step.end and self.state_groups:
-            target = max((k.position for k in step.kept if k.position <= target), default=step.start)
+        else:
+            stand = self._step_back(lease, step, target)
+            if stand is None:
+                self.drop_kept(step.kept)
+                self.reattach(lease, target)
+                return
+            target = stand
         lease.computed = target
-        self.publish(lease)
+        if target // self.block_tokens > lease.leaf.end:
+            self.publish(lease)
         for kept in step.kept:
             if kept.position <= target:
                 self.keeper.add_checkpoint(lease.leaf, Checkpoint(kept.position, kept.states))
             else:
                 self.keeper.drop_states(kept.states)
-        lease.keeps = [position for position in lease.keeps if position > target]
-        self._slide(lease)
-        self._own_slabs_only(lease)
+        if lease.keeps and lease.keeps[0] <= target:
+            lease.keeps = [position for position in lease.keeps if position > target]
+        if target >= lease.slide_at:
+            self._slide(lease)
 
-    def _step_back(self, lease: Lease, step: InFlight, target: int) -> bool:
-        """Return to the last state at or before `target`, kept or from before the step; False if none is left."""
+    def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
+        """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
         if not self.state_groups:
-            return True
-        kept = [k for k in step.kept if k.position <= target]
-        if not kept and step.in_place:
-            self.keeper.drop_states(lease.states)
-            self.keeper.drop_states(step.old_states)
-            lease.states = [None] * len(self.state_groups)
-            return False
+            return target
         self.keeper.drop_states(lease.states)
-        if kept:
-            self.keeper.drop_states(step.old_states)
-            lease.states = list(kept[-1].states)
-            for state in lease.states:
-                assert state is not None
-                state.refs += 1
-        else:
+        kept = [k for k in step.kept if k.position <= target]
+        if not kept and not step.in_place:
             lease.states = step.old_states
-        return True
+            return step.start
+        self.keeper.drop_states(step.old_states)
+        if not kept:
+            lease.states = [None] * len(self.state_groups)
+            return None
+        lease.states = list(kept[-1].states)
+        for state in lease.states:
+            assert state is not None
+            state.refs += 1
+        return kept[-1].position
 
     def drop_kept(self, kept: Sequence[Kept]) -> None:
         for one in kept:
@@ -281,8 +306,6 @@ class Leasing:
         """Move whole computed blocks into the index; where another request was faster, share its pages."""
         keeper, index, end = self.keeper, self.keeper.index, lease.computed // self.block_tokens
         leaf = lease.leaf
-        if end <= leaf.end:
-            return
         lease.withdraw()
         while leaf.end < end and leaf.children:
             start = leaf.end * self.block_bytes
@@ -305,6 +328,7 @@ class Leasing:
             if keeper.events.enabled and not node.dead:
                 keeper.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
+        self._own_slabs_only(lease)
         lease.announce(self.block_bytes)
 
     def _move_to(self, lease: Lease, node: Node) -> Node:
@@ -331,10 +355,8 @@ class Leasing:
             if group in keeper.local:
                 for page in theirs:
                     if page != NO_PAGE:
-                        pool.refs[page] += 1
-                keeper.free_local(group, spare)
-            else:
-                keeper.arena.give_back(pool, spare)
+                        pool.refs[page] = pool.refs.get(page, 1) + 1
+            keeper.arena.give_back(pool, spare)
             if lent:
                 theirs[:] = [own if other == NO_PAGE else other for own, other in zip(mine, theirs, strict=True)]
                 node.hold_slabs(lease.slabs)
@@ -350,6 +372,7 @@ class Leasing:
                 self.keeper.drop_local(lease.leaf, group, old, first)
                 table[old:first] = [NULL_PAGE] * (first - old)
                 lease.local_first[group] = first
+        lease.slide_at = self._next_slide(lease.computed)
 
     def _own_slabs_only(self, lease: Lease) -> None:
         """After publishing, only the block begun and the states are the lease's own."""
@@ -370,8 +393,6 @@ class Leasing:
         if begun:
             tail_tokens = bytes(lease.tokens[block * self.block_bytes : position * 4])
             tail_pages = [NO_PAGE if table is None else table.pop(block) for table in lease.tables]
-            for group in keeper.local:
-                del keeper.token_pools[group].refs[tail_pages[group]]
         checkpoint = Checkpoint(position, lease.states, tail_tokens, tail_pages)
         lease.states = [None] * len(self.state_groups)
         keeper.add_checkpoint(lease.leaf, checkpoint)
@@ -398,6 +419,7 @@ class Leasing:
         twin.leaf.refs += 1
         twin.keeps = list(lease.keeps)
         twin.tables = [table if table is None else table[:end] for table in lease.tables]
+        self._name_tables(twin)
         for group in keeper.local:
             keeper.hold_local(twin.leaf, group, twin.local_first[group], end)
         twin.states = list(lease.states)
@@ -421,8 +443,6 @@ class Leasing:
                 (page,) = arena.take(pool, 1, twin.slabs)
                 arena.copy(pool, mine[block], page)
                 theirs.append(page)
-                if group in self.keeper.local:
-                    pool.refs[page] = 1
 
 
 def first_index(pages: Pages, wanted: set[int]) -> int | None:

@@ -1,8 +1,8 @@
 """The resume rule: the longest n that *every* group a request needs can supply, at that same n.
 
-Full attention has all blocks of the path by construction. A local group must have the blocks it still sees at n, a tapped
-layer all blocks, a state group a state at exactly n. Taking each group's own best and then the minimum would be wrong: two
-state groups can both have states, at different positions.
+Full attention has all blocks of the path by construction. A local group must have the blocks it still sees at n, a
+tapped layer all blocks, a state group a state at exactly n. Taking each group's own best and then the minimum would be
+wrong: two state groups can both have states, at different positions.
 """
 
 from __future__ import annotations
