@@ -65,7 +65,7 @@ class PageHolder(Protocol):
 class Slab:
     """A slab for as long as one pool owns it; the next owner gets a new object."""
 
-    __slots__ = ("free", "free_class", "holders", "index", "limbo", "pool")
+    __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "limbo", "pool")
 
     def __init__(self, index: int, pool: Pool) -> None:
         first = index * pool.pages_per_slab
@@ -75,6 +75,7 @@ class Slab:
         self.free_class = 0
         self.limbo = 0  # pages given back, but still under an unacknowledged operation
         self.holders: dict[PageHolder, None] = {}
+        self._prune_at = 16
 
     @property
     def num_used(self) -> int:
@@ -88,14 +89,15 @@ class Slab:
     def add_holder(self, holder: PageHolder) -> None:
         self.holders[holder] = None
         holder.slabs.add(self)
-        if len(self.holders) > 2 * self.pool.pages_per_slab + 16:  # forget those that have let go of everything
+        if len(self.holders) > self._prune_at:  # forget those that have let go of everything
             self.holders = {kept: None for kept in self.holders if self in kept.slabs}
+            self._prune_at = 2 * len(self.holders) + 16
 
 
 class Pool:
     """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
 
-    __slots__ = ("by_free", "name", "num_free", "pages_per_slab", "refs", "slabs")
+    __slots__ = ("by_free", "more_holds", "name", "num_free", "pages_per_slab", "slabs")
 
     def __init__(self, name: str, pages_per_slab: int) -> None:
         self.name = name
@@ -103,8 +105,8 @@ class Pool:
         self.num_free = 0
         self.slabs: dict[int, Slab] = {}
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
-        self.refs: dict[int, int] = {}
-        """Holds of pages that have more than one: those of local groups may be shared one by one."""
+        self.more_holds: Counter[int] = Counter()
+        """Holds beyond the first: pages of local groups may be shared one by one."""
 
     def file(self, slab: Slab) -> None:
         """File a slab anew after its number of free pages changed."""
@@ -112,13 +114,6 @@ class Pool:
         slab.free_class = len(slab.free).bit_length()
         if slab.free_class:
             self.by_free[slab.free_class][slab] = None
-
-    def fullest(self) -> Slab | None:
-        """A slab with free pages, of those with the fewest (within a factor of two)."""
-        for filed in self.by_free:
-            if filed:
-                return next(iter(filed))
-        return None
 
     def emptiest_first(self) -> Iterable[Slab]:
         for filed in reversed(self.by_free):
@@ -145,26 +140,36 @@ class Arena:
 
     def fits(self, needs: dict[Pool, int]) -> bool:
         """Whether that many pages of each pool are there without evicting or moving anything."""
-        slabs = sum(
-            -(-(count - pool.num_free) // pool.pages_per_slab) for pool, count in needs.items() if count > pool.num_free
-        )
+        slabs = 0
+        for pool, count in needs.items():
+            if count > pool.num_free:
+                slabs -= (pool.num_free - count) // pool.pages_per_slab
         return slabs <= len(self.free_slabs)
 
     def take(self, pool: Pool, count: int, slabs: set[Slab]) -> list[int]:
         """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
         pages: list[int] = []
         missing = count
+        for filed in pool.by_free:
+            while filed and missing:
+                missing -= self._take_from(filed.popitem()[0], missing, pages, slabs)
         while missing:
-            slab = pool.fullest() or self._give_slab(pool)
-            taken = slab.free[-missing:]
-            del slab.free[-missing:]
-            taken.reverse()
-            pages += taken
-            missing -= len(taken)
-            pool.num_free -= len(taken)
-            pool.file(slab)
-            slabs.add(slab)
+            missing -= self._take_from(self._give_slab(pool), missing, pages, slabs)
+        pool.num_free -= count
         return pages
+
+    def _take_from(self, slab: Slab, most: int, pages: list[int], slabs: set[Slab]) -> int:
+        """Up to `most` pages of a slab that has been taken out of the files; it is filed again if some are left."""
+        slabs.add(slab)
+        if len(slab.free) <= most:
+            taken, slab.free, slab.free_class = slab.free, [], 0
+        else:
+            taken = slab.free[-most:]
+            del slab.free[-most:]
+            slab.pool.file(slab)
+        taken.reverse()
+        pages += taken
+        return len(taken)
 
     def give_back(self, pool: Pool, pages: Sequence[int]) -> None:
         """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
@@ -190,7 +195,6 @@ class Arena:
         slab = Slab(index, pool)
         pool.slabs[index] = slab
         pool.num_free += pool.pages_per_slab
-        pool.file(slab)
         if index in self._used_before:
             self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
         self._used_before.add(index)
@@ -282,8 +286,8 @@ class Arena:
             for src, dst in mapping.items():
                 # The holes wait for the last move too, so that the slab goes back in one piece.
                 self.copy(pool, src, dst, also_busy=holes if src == pages[-1] else ())
-                if src in pool.refs:
-                    pool.refs[dst] = pool.refs.pop(src)
+                if src in pool.more_holds:
+                    pool.more_holds[dst] = pool.more_holds.pop(src)
             slab.holders = {holder: None for holder in slab.holders if slab in holder.slabs}
             for holder in slab.holders:
                 for target in target_slabs:

@@ -21,6 +21,25 @@ Needs = dict[Pool, int]
 _Evictable = Node | Checkpoint
 
 
+class _Pins:
+    """The slabs of steps in flight, found when first asked for."""
+
+    def __init__(self, in_flight: dict[int, Lease]) -> None:
+        self.refused: set[Slab] = set()
+        """Slabs that could have been emptied otherwise."""
+        self._in_flight = in_flight
+        self._slabs: set[Slab] | None = None
+
+    def is_pinned(self, slab: Slab) -> bool:
+        if self._slabs is None:
+            self._slabs = set()
+            for lease in self._in_flight.values():
+                self._slabs.update(lease.slabs, *(node.slabs for node in lease.leaf.path()))
+        if slab in self._slabs:
+            self.refused.add(slab)
+        return slab in self._slabs
+
+
 class Keeper:
     """Pages of nodes, checkpoints and leases."""
 
@@ -51,27 +70,19 @@ class Keeper:
         self._run_operations = run_operations
         self._heap: list[tuple[float, int, int, _Evictable]] = []
         self._serial = 0
+        self._checkpoint_bytes = layout.checkpoint_bytes
         self._block_page_bytes = sum(layout.token_groups[i].page_bytes for i in self.full)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def make_room(self, needs: Needs) -> NoRoom | None:
         """See to it that `needs` fit: move pages together, evict what is worth least. None: they do."""
-        if self.arena.fits(needs):
-            return None
-        pinned = self._pinned_slabs()
-        refused: set[Slab] = set()
-
-        def is_pinned(slab: Slab) -> bool:
-            if slab in pinned:
-                refused.add(slab)
-            return slab in pinned
-
+        pins = _Pins(self.in_flight)
         while not self.arena.fits(needs):
-            if self.arena.compact(needs, is_pinned, self._pages_moved):
+            if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
                 self.run_operations()
             elif not self._evict_least(needs):
-                return self._no_room(len(refused))
+                return self._no_room(len(pins.refused))
         return None
 
     def _no_room(self, num_pinned: int) -> NoRoom:
@@ -86,14 +97,6 @@ class Keeper:
         if self._run_operations is not None and (batch := self.arena.take_operations()) is not None:
             self._run_operations(batch.operations)
             self.arena.acknowledge(batch.id)
-
-    def _pinned_slabs(self) -> set[Slab]:
-        pinned: set[Slab] = set()
-        for lease in self.in_flight.values():
-            pinned |= lease.slabs
-            for node in lease.leaf.path():
-                pinned |= node.slabs
-        return pinned
 
     def _pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:
         pool = slab.pool
@@ -122,7 +125,7 @@ class Keeper:
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
         """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""
-        refs = self.token_pools[group].refs
+        more_holds = self.token_pools[group].more_holds
         found: list[Pages] = []
         node = leaf
         while last > first:
@@ -131,8 +134,7 @@ class Keeper:
             assert pages is not None
             low = max(first, node.start)
             run = pages[low - node.start : last - node.start]
-            for page in run:
-                refs[page] = refs.get(page, 1) + 1
+            more_holds.update(run)
             found.append(run)
             last = low
         return [page for run in reversed(found) for page in run]
@@ -140,7 +142,7 @@ class Keeper:
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
         """One hold less; pages nobody holds leave the node and go back."""
         pool = self.token_pools[group]
-        refs = pool.refs
+        more_holds = pool.more_holds
         node = leaf
         while last > first:
             node = node.at_block(last - 1)
@@ -149,11 +151,16 @@ class Keeper:
             low = max(first, node.start)
             run = pages[low - node.start : last - node.start]
             freed = run
-            if not refs.keys().isdisjoint(run):
-                freed = [page for page in run if page not in refs]
+            if not more_holds.keys().isdisjoint(run):
+                freed = []
                 for page in run:
-                    if page in refs:
-                        _one_less(refs, page)
+                    more = more_holds.get(page)
+                    if more is None:
+                        freed.append(page)
+                    elif more > 1:
+                        more_holds[page] = more - 1
+                    else:
+                        more_holds.pop(page)
             if len(freed) == len(run):
                 pages[low - node.start : last - node.start] = [NO_PAGE] * len(run)
             elif freed:
@@ -185,8 +192,11 @@ class Keeper:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def add_checkpoint(self, leaf: Node, checkpoint: Checkpoint) -> None:
-        """Attach a checkpoint to the path of `leaf`; it takes over one hold of each state. Of two alike one is kept."""
+    def add_checkpoint(self, leaf: Node, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
+        """Attach a checkpoint to the path of `leaf`; of two alike one is kept.
+
+        It takes over a hold of each state and, with `has_local`, of each page its local groups see.
+        """
         block = checkpoint.position // self.layout.block_tokens
         node = leaf.at_block(block - 1) if block else leaf.at_block(0)
         while block == 0 and node.parent is not None:
@@ -200,7 +210,7 @@ class Keeper:
             return
         if twin is not None:
             self.drop_checkpoint(twin)
-        for group in self.local:
+        for group in () if has_local else self.local:
             self.hold_local(node, group, self.first_visible_block(group, checkpoint.position), block)
         node.add_checkpoint(checkpoint)
         node.hold_slabs(self.state_slabs(checkpoint.states))
@@ -315,9 +325,7 @@ class Keeper:
     def _facts(self, item: _Evictable) -> Candidate:
         size = self.layout.block_tokens
         if isinstance(item, Checkpoint):
-            return Candidate(
-                True, item.last_used, item.num_hits, item.position, item.position, self.layout.checkpoint_bytes
-            )
+            return Candidate(True, item.last_used, item.num_hits, item.position, item.position, self._checkpoint_bytes)
         blocks = item.num_blocks
         bytes_ = blocks * self._block_page_bytes
         return Candidate(False, item.last_used, item.num_hits, item.end * size, blocks * size, bytes_)
@@ -361,13 +369,6 @@ class Keeper:
         elif parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             self.tidy(parent)
-
-
-def _one_less(refs: dict[int, int], page: int) -> None:
-    if refs[page] > 2:
-        refs[page] -= 1
-    else:
-        del refs[page]
 
 
 def _is_kept(item: _Evictable) -> bool:

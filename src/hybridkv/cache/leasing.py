@@ -353,9 +353,7 @@ class Leasing:
             lent = [own for own, other in zip(mine, theirs, strict=True) if other == NO_PAGE]
             spare = [own for own, other in zip(mine, theirs, strict=True) if other != NO_PAGE]
             if group in keeper.local:
-                for page in theirs:
-                    if page != NO_PAGE:
-                        pool.refs[page] = pool.refs.get(page, 1) + 1
+                pool.more_holds.update(page for page in theirs if page != NO_PAGE)
             keeper.arena.give_back(pool, spare)
             if lent:
                 theirs[:] = [own if other == NO_PAGE else other for own, other in zip(mine, theirs, strict=True)]
@@ -395,9 +393,10 @@ class Leasing:
             tail_pages = [NO_PAGE if table is None else table.pop(block) for table in lease.tables]
         checkpoint = Checkpoint(position, lease.states, tail_tokens, tail_pages)
         lease.states = [None] * len(self.state_groups)
-        keeper.add_checkpoint(lease.leaf, checkpoint)
+        keeper.add_checkpoint(lease.leaf, checkpoint, has_local=True)
         if checkpoint.node is not None:
             checkpoint.node.hold_slabs(lease.slabs)
+            lease.local_first = [block] * len(lease.tables)  # the checkpoint has taken over what the lease saw
 
     # --- forks --------------------------------------------------------------------------------------------------------
 

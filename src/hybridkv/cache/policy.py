@@ -71,8 +71,8 @@ class PromptEndBranchesGrid:
 
 
 def affordable_grid(checkpoint_bytes: int, kv_bytes_per_token: int, least: int = 256) -> int:
-    """A grid on which checkpoints take no more bytes than the full-attention KV between them."""
+    """A grid on which checkpoints take a quarter of the bytes of the full-attention KV between them, at most."""
     if not kv_bytes_per_token:
         return 4 * least
-    tokens = -(-checkpoint_bytes // kv_bytes_per_token)
+    tokens = -(-4 * checkpoint_bytes // kv_bytes_per_token)
     return max(least, -(-tokens // least) * least)

@@ -47,9 +47,8 @@ def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:
 
 def block_keys(parent: bytes, tokens: bytes | bytearray, block_bytes: int) -> list[bytes]:
     """The chained SHA-256 names of whole blocks that follow a block named `parent`."""
-    keys = []
-    key = parent
-    for start in range(0, len(tokens), block_bytes):
-        key = sha256(key + tokens[start : start + block_bytes]).digest()
+    keys, key, data = [], parent, bytes(tokens)
+    for start in range(0, len(data), block_bytes):
+        key = sha256(key + data[start : start + block_bytes]).digest()
         keys.append(key)
     return keys
