@@ -10,11 +10,20 @@ step. A page that an unacknowledged operation reads or writes is not reused, eve
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+Pages: TypeAlias = "array[int]"
+"""Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
+
+
+def make_pages(numbers: Iterable[int] = ()) -> Pages:
+    return array("i", numbers)
+
 
 NULL_PAGE = 0
 """A page of the null slab: zero, never written. The source of a state at position 0; the place of blocks let go."""
@@ -71,7 +80,7 @@ class Slab:
         first = index * pool.pages_per_slab
         self.index = index
         self.pool = pool
-        self.free = list(range(first + pool.pages_per_slab - 1, first - 1, -1))
+        self.free = make_pages(range(first + pool.pages_per_slab - 1, first - 1, -1))
         self.free_class = 0
         self.limbo = 0  # pages given back, but still under an unacknowledged operation
         self.holders: dict[PageHolder, None] = {}
@@ -81,10 +90,10 @@ class Slab:
     def num_used(self) -> int:
         return self.pool.pages_per_slab - len(self.free)
 
-    def used_pages(self) -> list[int]:
+    def used_pages(self) -> Pages:
         first = self.index * self.pool.pages_per_slab
         free = set(self.free)
-        return [page for page in range(first, first + self.pool.pages_per_slab) if page not in free]
+        return make_pages(page for page in range(first, first + self.pool.pages_per_slab) if page not in free)
 
     def add_holder(self, holder: PageHolder) -> None:
         self.holders[holder] = None
@@ -129,7 +138,7 @@ class Arena:
         self.free_slabs = list(range(num_slabs - 1, 0, -1))
         self.num_moves = 0
         self.num_compactions = 0
-        self._used_before: set[int] = set()
+        self._last_pool: dict[int, Pool] = {}
         self._pending: list[_Pending] = []
         self._batches: dict[int, list[_Pending]] = {}
         self._next_batch = 0
@@ -146,9 +155,9 @@ class Arena:
                 slabs -= (pool.num_free - count) // pool.pages_per_slab
         return slabs <= len(self.free_slabs)
 
-    def take(self, pool: Pool, count: int, slabs: set[Slab]) -> list[int]:
+    def take(self, pool: Pool, count: int, slabs: set[Slab]) -> Pages:
         """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
-        pages: list[int] = []
+        pages = make_pages()
         missing = count
         for filed in pool.by_free:
             while filed and missing:
@@ -158,11 +167,11 @@ class Arena:
         pool.num_free -= count
         return pages
 
-    def _take_from(self, slab: Slab, most: int, pages: list[int], slabs: set[Slab]) -> int:
+    def _take_from(self, slab: Slab, most: int, pages: Pages, slabs: set[Slab]) -> int:
         """Up to `most` pages of a slab that has been taken out of the files; it is filed again if some are left."""
         slabs.add(slab)
         if len(slab.free) <= most:
-            taken, slab.free, slab.free_class = slab.free, [], 0
+            taken, slab.free, slab.free_class = slab.free, make_pages(), 0
         else:
             taken = slab.free[-most:]
             del slab.free[-most:]
@@ -187,7 +196,7 @@ class Arena:
             runs = [pages[start:end] for start, end in pairwise([*cuts, len(pages)])]
         for run in runs:
             slab = pool.slabs[run[0] // per_slab]
-            slab.free += run
+            slab.free.extend(run)
             self._settle(slab)
 
     def _give_slab(self, pool: Pool) -> Slab:
@@ -195,9 +204,9 @@ class Arena:
         slab = Slab(index, pool)
         pool.slabs[index] = slab
         pool.num_free += pool.pages_per_slab
-        if index in self._used_before:
+        if self._last_pool.setdefault(index, pool) is not pool:
             self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
-        self._used_before.add(index)
+            self._last_pool[index] = pool
         return slab
 
     def _settle(self, slab: Slab) -> None:
@@ -280,7 +289,7 @@ class Arena:
             pages, holes = slab.used_pages(), slab.free
             pool.by_free[slab.free_class].pop(slab, None)  # its own holes are no place to move to
             pool.num_free -= len(holes)
-            slab.free, slab.free_class = [], 0
+            slab.free, slab.free_class = make_pages(), 0
             target_slabs: set[Slab] = set()
             mapping = dict(zip(pages, self.take(pool, len(pages), target_slabs), strict=True))
             for src, dst in mapping.items():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.cache.arena import Slab
+from hybridkv.cache.arena import Pages, Slab, make_pages
 from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
 
 if TYPE_CHECKING:
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 NO_PAGE = -1
 """A block that a group has no page for: out of the window, or never tapped."""
 
-Pages = list[int]
-
 
 class State:
     """One recurrent state: its pages, and how many hold it. Only a sole holder writes it in place."""
 
     __slots__ = ("pages", "refs")
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: list[int]) -> None:
         self.pages = pages
         self.refs = 1
 
@@ -47,7 +45,7 @@ class Checkpoint:
     __slots__ = ("holds", "last_used", "node", "num_hits", "position", "stamp", "states", "tail_pages", "tail_tokens")
 
     def __init__(
-        self, position: int, states: list[State | None], tail_tokens: bytes = b"", tail_pages: Pages | None = None
+        self, position: int, states: list[State | None], tail_tokens: bytes = b"", tail_pages: list[int] | None = None
     ) -> None:
         self.position = position
         self.states = states
@@ -184,7 +182,7 @@ class Index:
         """The root for `key`, made on first use."""
         root = self.roots.get(key)
         if root is None:
-            root = self.roots[key] = Node(None, 0, bytearray(), [[] for _ in range(self.num_token_groups)])
+            root = self.roots[key] = Node(None, 0, bytearray(), [make_pages() for _ in range(self.num_token_groups)])
             root.keys = [key]
         return root
 
@@ -305,7 +303,12 @@ def common_blocks(run: bytearray, tokens: bytes | bytearray, position: int, most
     return low
 
 
+def no_pages(count: int) -> Pages:
+    """Blocks without pages."""
+    return make_pages((NO_PAGE,)) * count
+
+
 def _join(upper: Pages | None, num_upper: int, lower: Pages | None, num_lower: int) -> Pages | None:
     if upper is None and lower is None:
         return None
-    return (upper or [NO_PAGE] * num_upper) + (lower or [NO_PAGE] * num_lower)
+    return (no_pages(num_upper) if upper is None else upper) + (no_pages(num_lower) if lower is None else lower)

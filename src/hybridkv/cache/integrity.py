@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hybridkv.cache.arena import NULL_PAGE
+from hybridkv.cache.arena import NULL_PAGE, make_pages
 from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, State
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
@@ -111,7 +111,7 @@ class _Recount:
             if table is None:
                 continue
             pool = self.keeper.token_pools[group]
-            path = [page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ()]
+            path = make_pages(page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ())
             assert all(pool.slabs[page // pool.pages_per_slab] in lease.slabs for page in table[end:])
             if group in self.keeper.local:
                 first = lease.local_first[group]
@@ -120,7 +120,7 @@ class _Recount:
                 self.local[pool.name].update(table[end:])
                 assert first == self.keeper.first_visible_block(group, computed)
                 held = [lease.leaf.at_block(b).pages[group] for b in range(first, end)]
-                assert table[first:end] == [
+                assert list(table[first:end]) == [
                     pages[b - lease.leaf.at_block(b).start]
                     for b, pages in zip(range(first, end), held, strict=True)
                     if pages is not None

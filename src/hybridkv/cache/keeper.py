@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from hybridkv.cache.arena import Arena, Operation, Pool, Slab
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Index, Node, Pages, State
+from hybridkv.cache.arena import Arena, Operation, Pages, Pool, Slab, make_pages
+from hybridkv.cache.index import NO_PAGE, Checkpoint, Index, Node, State, no_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
 from hybridkv.cache.policy import Candidate, EvictionPolicy
@@ -137,7 +137,10 @@ class Keeper:
             more_holds.update(run)
             found.append(run)
             last = low
-        return [page for run in reversed(found) for page in run]
+        held = make_pages()
+        for run in reversed(found):
+            held += run
+        return held
 
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
         """One hold less; pages nobody holds leave the node and go back."""
@@ -152,20 +155,22 @@ class Keeper:
             run = pages[low - node.start : last - node.start]
             freed = run
             if not more_holds.keys().isdisjoint(run):
-                freed = []
+                alone = make_pages()
                 for page in run:
                     more = more_holds.get(page)
                     if more is None:
-                        freed.append(page)
+                        alone.append(page)
                     elif more > 1:
                         more_holds[page] = more - 1
                     else:
                         more_holds.pop(page)
+                freed = alone
             if len(freed) == len(run):
-                pages[low - node.start : last - node.start] = [NO_PAGE] * len(run)
+                pages[low - node.start : last - node.start] = no_pages(len(run))
             elif freed:
                 gone = set(freed)
-                pages[low - node.start : last - node.start] = [NO_PAGE if page in gone else page for page in run]
+                left = make_pages(NO_PAGE if page in gone else page for page in run)
+                pages[low - node.start : last - node.start] = left
             if freed:
                 self.arena.give_back(pool, freed)
                 if pages.count(NO_PAGE) == len(pages):
@@ -385,7 +390,7 @@ def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int
     for group in groups:
         pages = tables[group]
         if pages is not None:
-            pages[:] = [moved.get(page, page) for page in pages]
+            pages[:] = make_pages(moved.get(page, page) for page in pages)
 
 
 def _relocate_states(states: Sequence[State | None], groups: Sequence[int], moved: dict[int, int]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridkv.cache.arena import Slab
-from hybridkv.cache.index import Checkpoint, Node, Pages, State
+from hybridkv.cache.arena import Pages, Slab, make_pages
+from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.tokens import TOKEN_BYTES
 
 
@@ -31,14 +31,15 @@ class StepTables(NamedTuple):
     start: int
     end: int
     block_tokens: int
-    tables: dict[str, list[int]]
+    tables: dict[str, Pages]
     """By token group: the page of each block up to `end`. The null page: a block the group no longer sees."""
     segments: dict[str, list[Segment]]
     """By state group: the step's tokens in order."""
 
     def encode(self) -> bytes:
         """For another process."""
-        return json.dumps(self._asdict()).encode()
+        tables = {group: list(pages) for group, pages in self.tables.items()}
+        return json.dumps({**self._asdict(), "tables": tables}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> StepTables:
@@ -47,7 +48,8 @@ class StepTables(NamedTuple):
             group: [Segment(start, end, tuple(src), tuple(dst)) for start, end, src, dst in rows]
             for group, rows in raw["segments"].items()
         }
-        return cls(raw["start"], raw["end"], raw["block_tokens"], raw["tables"], segments)
+        tables = {group: make_pages(pages) for group, pages in raw["tables"].items()}
+        return cls(raw["start"], raw["end"], raw["block_tokens"], tables, segments)
 
 
 class Kept(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybridkv.cache.arena import NULL_PAGE
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, Pages, State, Step, common_blocks
+from hybridkv.cache.arena import NULL_PAGE, Pages, make_pages
+from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, State, Step, common_blocks, no_pages
 from hybridkv.cache.keeper import Keeper, Needs
 from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
 from hybridkv.cache.resume import Resume, ResumeRule
@@ -48,15 +48,17 @@ class Leasing:
         lease.leaf, lease.computed = leaf, position
         lease.tables = [None] * len(keeper.token_pools)
         for group in (*keeper.full, *lease.taps):
-            table: Pages = []
+            table = make_pages()
             for node in nodes:
-                table += node.pages[group] or ()
+                pages = node.pages[group]
+                if pages is not None:
+                    table += pages
             lease.tables[group] = table
         lease.local_first = [0] * len(keeper.token_pools)
         for group in keeper.local:
             first = keeper.first_visible_block(group, position)
             lease.local_first[group] = first
-            lease.tables[group] = [NULL_PAGE] * first + keeper.hold_local(leaf, group, first, block)
+            lease.tables[group] = null_pages(first) + keeper.hold_local(leaf, group, first, block)
         self._name_tables(lease)
         lease.states = [None] * len(self.state_groups)
         if resume.checkpoint is not None:
@@ -188,30 +190,35 @@ class Leasing:
         if not self.state_groups:
             lease.step = InFlight(start, end, [], False, [Kept(position, []) for position in kept])
             return []
-        bounds = [p for p in kept if p < end] + [end]
-        chains = [self._chain(lease, group, len(bounds), fresh[group]) for group in range(len(self.state_groups))]
-        links = list(zip(*chains, strict=True))[1:]
+        bounds = [p for p in kept if p < end]
+        bounds.append(end)
+        segments, chains = [], []
+        for group, is_fresh in enumerate(fresh):
+            chain = self._chain(lease, group, len(bounds), is_fresh)
+            chains.append(chain)
+            segments.append(self._segments(group, start, bounds, chain))
+        # Each state of a chain has one hold: the last one's is the lease's, all others go to who keeps them.
         lease.step = InFlight(
             start,
             end,
-            old_states=[state if is_fresh else None for state, is_fresh in zip(lease.states, fresh, strict=True)],
-            in_place=not all(fresh),
-            # Each state of a chain has one hold: the last one's is the lease's, all others go to who keeps them.
-            kept=[Kept(p, list(states)) for p, states in zip(bounds, links, strict=True) if p in kept],
+            old_states=[chain[0] if is_fresh else None for chain, is_fresh in zip(chains, fresh, strict=True)],
+            in_place=False in fresh,
+            kept=[Kept(p, [chain[i] for chain in chains]) for i, p in enumerate(bounds, 1) if p in kept],
         )
-        lease.states = list(links[-1])
+        lease.states = [chain[-1] for chain in chains]
         if end in kept:
             for state in lease.states:
                 assert state is not None
                 state.refs += 1
-        starts = [start, *bounds]
-        return [
-            [
-                Segment(a, b, self._state_pages(group, src), self._state_pages(group, dst))
-                for a, b, src, dst in zip(starts, bounds, chain, chain[1:], strict=False)
-            ]
-            for group, chain in enumerate(chains)
-        ]
+        return segments
+
+    def _segments(self, group: int, start: int, bounds: Sequence[int], chain: Sequence[State | None]) -> list[Segment]:
+        segments, src = [], self._state_pages(group, chain[0])
+        for end, state in zip(bounds, chain[1:], strict=True):
+            dst = self._state_pages(group, state)
+            segments.append(Segment(start, end, src, dst))
+            start, src = end, dst
+        return segments
 
     def decode_segments(self, lease: Lease, start: int, end: int) -> dict[str, list[Segment]]:
         """The common case of `add_segments`: every state in place, nothing kept."""
@@ -229,7 +236,7 @@ class Leasing:
         keeper, pages = self.keeper, self.state_groups[group].pages_per_state
         chain: list[State | None] = [state] if fresh else [state, state]
         while len(chain) <= length:
-            chain.append(State(keeper.arena.take(keeper.state_pools[group], pages, lease.slabs)))
+            chain.append(State(list(keeper.arena.take(keeper.state_pools[group], pages, lease.slabs))))
         return chain
 
     def _state_pages(self, group: int, state: State | None) -> tuple[int, ...]:
@@ -349,14 +356,14 @@ class Leasing:
             pool, mine = keeper.token_pools[group], table[first:last]
             theirs = node.pages[group]
             if theirs is None:
-                theirs = node.pages[group] = [NO_PAGE] * (last - first)
+                theirs = node.pages[group] = no_pages(last - first)
             lent = [own for own, other in zip(mine, theirs, strict=True) if other == NO_PAGE]
             spare = [own for own, other in zip(mine, theirs, strict=True) if other != NO_PAGE]
             if group in keeper.local:
                 pool.more_holds.update(page for page in theirs if page != NO_PAGE)
             keeper.arena.give_back(pool, spare)
             if lent:
-                theirs[:] = [own if other == NO_PAGE else other for own, other in zip(mine, theirs, strict=True)]
+                theirs[:] = make_pages(a if b == NO_PAGE else b for a, b in zip(mine, theirs, strict=True))
                 node.hold_slabs(lease.slabs)
             table[first:last] = theirs
 
@@ -368,7 +375,7 @@ class Leasing:
                 table = lease.tables[group]
                 assert table is not None
                 self.keeper.drop_local(lease.leaf, group, old, first)
-                table[old:first] = [NULL_PAGE] * (first - old)
+                table[old:first] = null_pages(first - old)
                 lease.local_first[group] = first
         lease.slide_at = self._next_slide(lease.computed)
 
@@ -442,6 +449,11 @@ class Leasing:
                 (page,) = arena.take(pool, 1, twin.slabs)
                 arena.copy(pool, mine[block], page)
                 theirs.append(page)
+
+
+def null_pages(count: int) -> Pages:
+    """Blocks that a local group no longer sees."""
+    return make_pages((NULL_PAGE,)) * count
 
 
 def first_index(pages: Pages, wanted: set[int]) -> int | None:

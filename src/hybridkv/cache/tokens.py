@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
 
@@ -38,6 +39,11 @@ def pack_tokens(tokens: TokenIds) -> bytes:
 
 def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:
     """What separates tenants, adapters and media: different keys never meet, in the tree or in block names."""
+    return _root_key(salt, tuple(extra_keys))
+
+
+@lru_cache(maxsize=1024)
+def _root_key(salt: str, extra_keys: tuple[str, ...]) -> bytes:
     digest = sha256()
     for text in (salt, *extra_keys):
         raw = text.encode()
