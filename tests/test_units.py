@@ -33,6 +33,12 @@ def test_nonsense_is_refused_with_the_way_out(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 400 + ".5G", "5000P"])
+def test_impossible_sizes_are_refused(text: str) -> None:
+    with pytest.raises(HybridKVError, match="more than any machine has"):
+        parse_size(text)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (5 * 2**50, "5,120 TiB")]
 )

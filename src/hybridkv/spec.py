@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
+from math import gcd, prod
 from typing import ClassVar
 
 from hybridkv.errors import HybridKVError, ParallelismError
@@ -197,12 +197,11 @@ class ChunkedLocal(LayerSpec):
         return f"chunk{self.chunk}"
 
     def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        aligned = self.chunk % block_tokens == 0
-        held = self.chunk // block_tokens if aligned else _blocks_touched(self.chunk, block_tokens)
-        return min(_ceil_div(num_tokens, block_tokens), held)
+        return min(_ceil_div(num_tokens, block_tokens), self.checkpoint_blocks(block_tokens) + 1)
 
     def checkpoint_blocks(self, block_tokens: int) -> int:
-        return _ceil_div(self.chunk - 1, block_tokens)
+        furthest_start = block_tokens - gcd(self.chunk, block_tokens)  # how far into a block a chunk may begin
+        return (furthest_start + self.chunk - 1) // block_tokens
 
 
 @dataclass(frozen=True, slots=True)

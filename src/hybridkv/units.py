@@ -6,6 +6,7 @@ from hybridkv.errors import HybridKVError
 
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_LARGEST = 2**60
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?:(?P<prefix>[KMGTP])(?P<suffix>I?B)?|B)?\s*", re.IGNORECASE)
 
 
@@ -14,9 +15,12 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise HybridKVError(f"{text!r} is not a size: write it as 80GiB, 80G, 80GB, 512M or a number of bytes")
-    prefix, suffix = (match["prefix"] or "").upper(), (match["suffix"] or "").upper()
+    prefix, suffix, number = (match["prefix"] or "").upper(), (match["suffix"] or "").upper(), match["number"]
     scale = _DECIMAL[prefix] if suffix == "B" else _BINARY[prefix]
-    return int(float(match["number"]) * scale) if "." in match["number"] else int(match["number"]) * scale
+    nbytes = _LARGEST if len(number) > 30 else int(float(number) * scale) if "." in number else int(number) * scale
+    if nbytes >= _LARGEST:
+        raise HybridKVError(f"{text[:40]!r} is more than any machine has: write a size below 1024PiB")
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

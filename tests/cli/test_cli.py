@@ -119,11 +119,11 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["plan", "nope"], "unknown model 'nope'"),
         (["plan", "qwen3.5-397b-a17b", "--tp", "3"], "sizes that work: 1, 2, 4, 8, 16"),
-        (["plan", "qwen3.5-397b-a17b", "--tp", "0"], "size is 1 or more"),
+        (["plan", "qwen3.5-397b-a17b", "--tp", "0"], "size is 1 to 4096"),
         (["plan", "qwen3.5-397b-a17b", "--tp", "two"], "--tp"),
         (["plan", "gemma-3-27b", "--memory", "80QB"], "80GiB"),
         (["plan", "qwen3.5-397b-a17b", "--memory", "1MiB"], "give it at least 424MiB"),
-        (["plan", "gemma-3-27b", "--block-tokens", "0"], "at least 1 token"),
+        (["plan", "gemma-3-27b", "--block-tokens", "0"], "1 to 65536 tokens"),
         (["plan", "gemma-3-27b", "--attn-pack-size", "11"], "choose 1 to 10"),
         (["plan", "gemma-3-27b", "--kv-dtype", "int3"], "choose one of"),
         (["plan", "gemma-3-27b", "--state-dtype", "int3"], "choose one of"),
@@ -148,8 +148,38 @@ def test_nonsense_gets_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("args", [["--help"], ["plan", "--help"], ["models", "-h"], []])
 def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run(args)
-    assert "Usage" in capsys.readouterr().out
+    assert run(args) == 0
+    captured = capsys.readouterr()
+    assert "Usage" in captured.out
+    assert captured.err == ""
+
+
+def test_names_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "[red]x"
+    tiny_config("llama").save_pretrained(path)
+    for extra in ([], ["--compare"]):
+        assert run(["plan", str(path), "--memory", "64MiB", *extra]) == 0
+        assert "[red]x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [["models"], ["models", "--json"], ["plan", *sorted(catalogue())]])
+def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
+    command = Path(sys.executable).with_name("hybridkv")
+    with subprocess.Popen([command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_a_full_disk_is_one_line() -> None:
+    command = Path(sys.executable).with_name("hybridkv")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([command, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("hybridkv: error: cannot write")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_installed_command() -> None:

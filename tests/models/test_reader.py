@@ -39,6 +39,14 @@ def test_unknown_family_is_refused_and_known_ones_named() -> None:
         ({"num_attention_heads": True}, "'num_attention_heads' is True"),
         ({"layer_types": "full_attention"}, "expected a list of strings"),
         ({"dtype": 16}, "dtype is 16"),
+        ({"dtype": "int3"}, "config of m: dtype: unknown dtype 'int3'"),
+        ({"layer_types": []}, "0 layer types for num_hidden_layers 2"),
+        ({"num_hidden_layers": 10**7}, "at most 10000"),
+        ({"head_dim": 2**40}, "'head_dim' is 1099511627776"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 cannot be divided by num_key_value_heads 3"),
+        ({"num_key_value_heads": 16}, "cannot be divided"),
+        ({"hidden_size": 60}, "hidden_size 60 cannot be divided by num_attention_heads 8"),
+        ({"hidden_size": 4}, "cannot be divided"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, Any], message: str) -> None:
@@ -49,7 +57,15 @@ def test_bad_values_are_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "no model_type"),
+        ({}, "model_type is None"),
+        ({"model_type": 7}, "model_type is 7"),
+        ({"model_type": "gemma3", "text_config": {"model_type": ["x"]}}, r"unknown model type \['x'\]"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": "x"}, "'max_window_layers' is 'x'"),
+        ({"model_type": "lfm2", "full_attn_idxs": [0], "conv_L_cache": 1}, "over 1 token keeps nothing"),
+        ({"model_type": "bamba", "mamba_n_groups": 3}, "128 state-space heads cannot share 3 groups"),
+        ({"model_type": "bamba", "hidden_size": 32}, "cannot be divided by mamba_n_heads 128"),
+        ({"model_type": "zamba2", "n_mamba_heads": 10**6}, "cannot be divided by n_mamba_heads"),
+        ({"model_type": "jamba", "attn_layer_offset": 8}, "not below attn_layer_period 8"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both directions"),
         ({"model_type": "gemma3n_text", "num_hidden_layers": 4, "num_kv_shared_layers": 4}, "leaves none"),
         ({"model_type": "llama4_text", "num_hidden_layers": 4, "no_rope_layers": [1]}, "1 entries for 4 layers"),
@@ -82,7 +98,7 @@ def test_kv_heads_are_replicated_when_there_are_fewer_than_ranks() -> None:
     heads = [read_config(config, name="m", tp=4, rank=rank).layers[0].parts[0].runs[0] for rank in range(4)]
     assert heads == [Split(2, 0, 1), Split(2, 0, 1), Split(2, 1, 1), Split(2, 1, 1)]
     with pytest.raises(ParallelismError, match="8 is no multiple of 3 KV heads"):
-        read_config({**LLAMA, "num_key_value_heads": 3}, name="m", tp=8)
+        read_config({**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 3, "head_dim": 8}, name="m", tp=8)
 
 
 def test_state_space_groups_follow_their_heads() -> None:
@@ -125,9 +141,30 @@ def test_taps_are_specs_of_their_own() -> None:
         read_config(LLAMA, name="m", taps=[2])
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-Next-80B-A3B-Instruct", "QWEN3-NEXT-80B-A3B", "qwen3-next-80b-a3b-fp8"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-Next-80B-A3B-Instruct", "QWEN3-NEXT-80B-A3B/", "qwen3-next-80b-a3b-instruct-fp8"]
+)
 def test_catalogue_names_are_found_as_people_write_them(name: str) -> None:
     assert load_model(name).name == "qwen3-next-80b-a3b"
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("ai21labs/AI21-Jamba-1.5-Mini", "jamba-1.5-mini"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nvidia-nemotron-nano-9b-v2"),
+    ],
+)
+def test_what_publishers_put_around_a_name_is_ignored(name: str, entry: str) -> None:
+    assert load_model(name).name == entry
+
+
+def test_names_too_long_for_a_path_are_unknown() -> None:
+    with pytest.raises(ConfigError, match="unknown model"):
+        load_model("x" * 5000)
 
 
 def test_unknown_names_get_suggestions() -> None:
@@ -139,11 +176,16 @@ def test_directories_and_files_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_model(tmp_path)
     path = tmp_path / "config.json"
-    for text, message in (("{", "cannot read"), ("[]", "not an object"), ("\xff", "cannot read")):
+    for text, message in (
+        ("{", "cannot read"),
+        ("[]", "not an object"),
+        ("\xff", "cannot read"),
+        ("[" * 200_000, "cannot read"),
+    ):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ConfigError, match=message):
             load_model(path)
-    path.write_text(json.dumps(LLAMA))
+    path.write_text(json.dumps(LLAMA), encoding="utf-8-sig")
     assert load_model(tmp_path).name == tmp_path.name
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.models import load_model
+from hybridkv.errors import PlanError
+from hybridkv.models import load_model, read_config
 from hybridkv.plan import uniform_pack_sizes, uniform_plan
 from hybridkv.spec import DType
 
@@ -27,6 +28,7 @@ GIB = 2**30
         ("granite-4.0-h-small", 1, "bf16", 528),
         ("jamba-1.5-mini", 1, "bf16", 80),
         ("falcon-h1-34b", 1, "bf16", 1040),
+        ("falcon-h1-34b", 1, "fp32", 2064),
         ("lfm2-8b-a1b", 1, "fp32", 16),
         ("kimi-linear-48b-a3b", 1, "fp32", 1920),
         ("gpt-oss-120b", 1, "fp32", 16),
@@ -60,7 +62,32 @@ def test_models_without_attention_have_no_block() -> None:
     uniform = uniform_plan(model, 80 * GIB)
     assert uniform.block_tokens is None
     assert uniform.max_requests(32768) == 80 * GIB // model.state_bytes - 1
-    assert uniform_pack_sizes(model) == {"1": 1, "all": 1}
+    assert uniform_pack_sizes(model) == {"1": 1}
+
+
+def test_nonsense_is_refused() -> None:
+    model = load_model("gpt-oss-120b")
+    with pytest.raises(PlanError, match="pack size 0"):
+        uniform_plan(model, 80 * GIB, 0)
+    with pytest.raises(PlanError, match="requests of 0 tokens"):
+        uniform_plan(model, 80 * GIB).max_requests(0)
+
+
+def test_kinds_with_smaller_pages_hold_more_tokens_in_one() -> None:
+    """gpt-oss with two full layers a page: a window layer's page holds twice the tokens."""
+    uniform = uniform_plan(load_model("gpt-oss-120b"), 80 * GIB, 2)
+    assert sorted(bucket.block_tokens for bucket in uniform.buckets) == [16, 32]
+
+
+def test_groups_are_as_long_as_the_longest_kind_if_that_is_close() -> None:
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 5, "head_dim": 64}
+    for types, units in (("fffww", 2), ("ffwww", 2), ("ffffw", 1)):
+        names = [{"f": "full_attention", "w": "sliding_attention"}[letter] for letter in types]
+        model = read_config({**config, "layer_types": names}, name="m")
+        assert uniform_plan(model, GIB).group_units == units
+    names = ["full_attention"] * 4 + ["sliding_attention"] * 3
+    model = read_config({**config, "num_hidden_layers": 7, "layer_types": names}, name="m")
+    assert uniform_plan(model, GIB).group_units == 4
 
 
 def test_requests_that_fit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -50,19 +51,28 @@ def main() -> None:
 def run(args: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        code = app(args, prog_name="hybridkv", standalone_mode=False)
+        code = app(args or ["--help"], prog_name="hybridkv", standalone_mode=False)
+        sys.stdout.flush()
     except HybridKVError as error:
         return _complain(str(error))
     except typer.Abort:
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone: no error, and nobody to tell
+        _discard_output()
         return 0
+    except OSError as error:
+        _discard_output()
+        return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
         return _complain(f"{error.format_message()} (see 'hybridkv --help')")  # type: ignore[attr-defined]
     return code if isinstance(code, int) else 0
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, code: int = 2) -> int:
     typer.echo(f"hybridkv: error: {' '.join(message.split())}", err=True)
-    return 2
+    return code
+
+
+def _discard_output() -> None:
+    """What is still buffered would fail once more when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

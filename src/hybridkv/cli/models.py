@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hybridkv.cli.tables import console
+from hybridkv.cli.tables import console, write
 from hybridkv.models import catalogue, load_model
 from hybridkv.units import format_bytes
 
@@ -30,7 +30,7 @@ def models_command(
             }
             for spec in specs
         ]
-        typer.echo(json.dumps(records, indent=2))
+        write(json.dumps(records, indent=2))
         return
     table = Table(
         title="Models known by name", caption="* unverified: no config in the transformers source to check it against"

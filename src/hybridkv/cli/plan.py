@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybridkv.cli.tables import compare_table, console, plan_tables
+from hybridkv.cli.tables import compare_table, console, plan_tables, write
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import Plan, PlanOptions, make_plan
@@ -59,7 +59,7 @@ def plan_command(
     plans = [_plan(model, options, tp, kv_dtype, state_dtype, _layer_numbers(taps)) for model in models]
     if as_json:
         reports = [plan_report(plan, max_len) for plan in plans]
-        typer.echo(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
+        write(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
     elif compare:
         console().print(compare_table(plans, max_len))
     else:

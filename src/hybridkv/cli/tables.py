@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console, Group
@@ -16,10 +17,24 @@ from hybridkv.units import format_bytes
 _PLAIN_WIDTH = 120
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # the entry point knows what to do
+
+
+def write(text: str) -> None:
+    """Print a line of plain text."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise BrokenPipeError from None  # without its errno: the parser would make an exit code of it
+
+
 def console() -> Console:
     """As wide as the terminal; files and pipes get a fixed width so that nothing is cut."""
-    probe = Console()
-    return probe if probe.is_terminal else Console(width=_PLAIN_WIDTH)
+    probe = _Console()
+    return probe if probe.is_terminal else _Console(width=_PLAIN_WIDTH)
 
 
 def plan_tables(plan: Plan, max_len: int) -> Group:
@@ -43,11 +58,11 @@ def compare_table(plans: Sequence[Plan], max_len: int) -> Table:
         model, uniform = plan.model, uniform_plan(plan.model, options.memory_bytes)
         checkpoint = model.checkpoint_bytes(options.block_tokens)
         table.add_row(
-            model.name + ("" if model.verified else " *"),
+            Text(model.name + ("" if model.verified else " *")),
             str(model.tp),
             format_bytes(model.kv_bytes_per_token) if model.kv_bytes_per_token else "-",
             format_bytes(checkpoint) if checkpoint else "-",
-            _count(checkpoint_tokens(plan)),
+            _count(checkpoint_tokens(plan) if checkpoint else None),
             f"{plan.padding_ratio:.2%}",
             _count(plan.max_requests(max_len)),
             _count(uniform.block_tokens),
@@ -143,7 +158,10 @@ def _uniform_table(plan: Plan, max_len: int) -> Table:
         *(_count(plan.max_requests(length)) for length in lengths),
         style="bold",
     )
-    for name, size in uniform_pack_sizes(plan.model).items():
+    sizes = uniform_pack_sizes(plan.model)
+    for name, size in sizes.items():
+        if name != "all" and size == sizes.get("all"):
+            continue
         uniform = uniform_plan(plan.model, memory, size)
         layers = "layer" if size == 1 else "layers"
         table.add_row(

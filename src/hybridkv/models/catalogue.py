@@ -1,7 +1,8 @@
 """Published models by name: the cache-relevant part of their configs, kept in catalogue.json.
 
-A name is the repository's, lower-cased, without owner. An entry is *verified* when a transformers config class says the
-same (a test compares them); all others are our own record and are marked as unverified wherever they show.
+A name is the repository's, lower-cased, without owner and without what sets variants of one architecture apart. An
+entry is *verified* when a transformers config class says the same (a test compares them); all others are our own record
+and are marked as unverified wherever they show.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from importlib.resources import files
 from typing import Any
 
 # What publishers append to the name of one and the same architecture.
-_VARIANTS = ("-instruct", "-base", "-it", "-pt", "-thinking", "-chat", "-hf", "-fp8", "-bf16")
+_VARIANTS = ("-instruct", "-base", "-base-8k", "-it", "-pt", "-thinking", "-chat", "-hf", "-fp8", "-bf16")
+# What some put before it.
+_OWNERS = ("meta-", "ai21-", "nvidia-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,17 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
 
 def find(name: str) -> CatalogueEntry | None:
     """The entry for `name`, in any case, with or without owner and the usual suffixes."""
-    wanted = name.lower().rsplit("/", 1)[-1]
+    wanted = name.lower().rstrip("/").rsplit("/", 1)[-1]
     entries = catalogue()
     while wanted not in entries:
-        suffix = next((suffix for suffix in _VARIANTS if wanted.endswith(suffix)), None)
-        if suffix is None:
+        shorter = wanted
+        for prefix in _OWNERS:
+            shorter = shorter.removeprefix(prefix)
+        for suffix in _VARIANTS:
+            shorter = shorter.removesuffix(suffix)
+        if shorter == wanted:
             return None
-        wanted = wanted.removesuffix(suffix)
+        wanted = shorter
     return entries[wanted]
 
 

@@ -14,6 +14,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.spec import DType, Split
 
 _REQUIRED = object()
+_LARGEST = 2**24  # no size in a config is larger; nonsense beyond it would only make arithmetic slow
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,19 @@ class Config:
 
     @property
     def num_layers(self) -> int:
-        return self.integer("num_hidden_layers")
+        layers = self.integer("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise self._bad("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
+        return layers
+
+    def quotient(self, total: int, key: str, what: str) -> int:
+        """`total` divided by the field `key`, which must leave no rest."""
+        parts = self.integer(key)
+        if total % parts:
+            raise ConfigError(
+                f"config of {self.name}: {what} {total} cannot be divided by {key} {parts}; mend config.json"
+            )
+        return total // parts
 
     def even(self, total: int, what: str) -> Split:
         """This rank's equal part of `total`."""
@@ -81,9 +95,10 @@ class Config:
         return Split.replicated(total, self.tp, self.rank, f"{what} of {self.name}")
 
     def _positive(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._bad(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            raise self._bad(key, value, f"a positive integer up to {_LARGEST}")
         return value
 
     def _bad(self, key: str, value: Any, expected: str) -> ConfigError:
-        return ConfigError(f"config of {self.name} ({self.model_type}): {key!r} is {value!r}, expected {expected}")
+        shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+        return ConfigError(f"config of {self.name} ({self.model_type}): {key!r} is {shown}, expected {expected}")

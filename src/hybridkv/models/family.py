@@ -65,7 +65,8 @@ def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
 
 def given_or(cfg: Config, default: Sequence[str]) -> Sequence[str]:
     """The config's own list of layer types, or `default`: in both cases one for each layer."""
-    types = cfg.strings("layer_types", "layers_block_type") or default
+    given = cfg.strings("layer_types", "layers_block_type")
+    types = default if given is None else given
     if len(types) != cfg.num_layers:
         raise ConfigError(
             f"config of {cfg.name} has {len(types)} layer types for num_hidden_layers {cfg.num_layers}: make them agree"

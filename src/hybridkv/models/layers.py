@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybridkv.errors import ConfigError
 from hybridkv.models.config import Config
 from hybridkv.spec import (
     ChunkedLocal,
@@ -31,12 +32,19 @@ def keeps_nothing(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+def attention_head_dim(cfg: Config) -> int:
+    given = cfg.optional_integer("head_dim")
+    return given or cfg.quotient(cfg.integer("hidden_size"), "num_attention_heads", "hidden_size")
+
+
 def key_value(cfg: Config, head_dim: int | None = None) -> tuple[Part, Part]:
     """K and V of one token. Query heads are not kept, but must split too."""
     heads = cfg.integer("num_attention_heads")
     cfg.even(heads, "attention heads")
+    if cfg.optional_integer("num_key_value_heads"):
+        cfg.quotient(heads, "num_key_value_heads", "num_attention_heads")
     kv_heads = cfg.replicated(cfg.optional_integer("num_key_value_heads") or heads, "KV heads")
-    dim = head_dim or cfg.optional_integer("head_dim") or cfg.integer("hidden_size") // heads
+    dim = head_dim or attention_head_dim(cfg)
     return (Part("k", (kv_heads,), (dim,), cfg.kv_dtype), Part("v", (kv_heads,), (dim,), cfg.kv_dtype))
 
 
@@ -72,6 +80,8 @@ def hidden_tap(cfg: Config, layer: int) -> LayerSpec:
 
 
 def conv_part(cfg: Config, runs: tuple[Split, ...], kernel: int) -> Part:
+    if kernel < 2:
+        raise ConfigError(f"config of {cfg.name}: a convolution over {kernel} token keeps nothing; expected 2 or more")
     return Part("conv", runs, (kernel - 1,), cfg.dtype)
 
 
@@ -103,6 +113,8 @@ def mamba2(
     cfg: Config, layer: int, heads: int, head_dim: int, groups: int, state: int, kernel: int
 ) -> tuple[LayerSpec, ...]:
     """Convolved inputs, B and C (shared by the heads of a group); one head_dim x state matrix a head."""
+    if heads % groups:
+        raise ConfigError(f"config of {cfg.name}: {heads} state-space heads cannot share {groups} groups evenly")
     inputs = cfg.even(heads * head_dim, "state-space channels")
     group = cfg.replicated(groups, "state-space groups")
     shared = Split(groups * state, group.start * state, group.count * state)
@@ -120,7 +132,7 @@ def mamba1(cfg: Config, layer: int, channels: int, state: int, kernel: int) -> t
 def lightning(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     """Lightning attention: one head_dim x head_dim matrix a head, no convolution."""
     heads = cfg.integer("num_attention_heads")
-    dim = cfg.optional_integer("head_dim") or cfg.integer("hidden_size") // heads
+    dim = attention_head_dim(cfg)
     recurrent = Part("recurrent", (cfg.even(heads, "linear attention heads"),), (dim, dim), cfg.state_dtype)
     return (LinearState(layer, (recurrent,)),)
 

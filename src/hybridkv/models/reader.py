@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridkv.errors import ConfigError, ParallelismError
+from hybridkv.errors import ConfigError, HybridKVError, ParallelismError
 from hybridkv.models import families as _families  # noqa: F401  (fills FAMILIES)
 from hybridkv.models.catalogue import find, similar
 from hybridkv.models.config import Config
@@ -71,8 +71,8 @@ def read_config(
     KV takes the model's dtype unless `kv_dtype` says otherwise. Recurrent states take `state_dtype`, else what the
     config asks for, else float32: rounding errors in them live as long as the sequence.
     """
-    if tp < 1 or not 0 <= rank < tp:
-        raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 or more, ranks count from 0")
+    if not isinstance(tp, int) or not 1 <= tp <= 4096 or not 0 <= rank < tp:
+        raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 to 4096, ranks count from 0")
     cfg = _open_config(config, name)
     cfg = replace(cfg, tp=tp, rank=rank, kv_dtype=kv_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype)
     layers = FAMILIES[cfg.model_type].describe(cfg)
@@ -102,27 +102,32 @@ def _open_config(config: Mapping[str, Any], name: str) -> Config:
     """The config of the language model (multimodal models nest it), with its family's defaults and its own dtypes."""
     outer = config.get("model_type")
     if not isinstance(outer, str):
-        raise ConfigError(f"config of {name} has no model_type: is it the config.json of a transformers model?")
+        raise ConfigError(f"config of {name}: model_type is {outer!r}; is it the config.json of a transformers model?")
     text, model_type = config, outer
     if outer not in FAMILIES and ("text_config" in config or f"{outer}_text" in FAMILIES):
         text = config.get("text_config") or {}
         if not isinstance(text, Mapping):
             raise ConfigError(f"config of {name}: text_config is {text!r}, expected an object")
         model_type = text.get("model_type") or f"{outer}_text"
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"{name} is of the unknown model type {model_type!r}: we read {', '.join(sorted(FAMILIES))}")
     stated = next((c[key] for c in (text, config) for key in ("dtype", "torch_dtype") if c.get(key)), None)
-    cfg = Config(name, model_type, text, FAMILIES[model_type].defaults, dtype=_dtype(name, stated, DType.BFLOAT16))
+    cfg = Config(
+        name, model_type, text, FAMILIES[model_type].defaults, dtype=_dtype(name, "dtype", stated, DType.BFLOAT16)
+    )
     wanted = cfg.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=None)
-    return replace(cfg, state_dtype=_dtype(name, wanted, DType.FLOAT32))
+    return replace(cfg, state_dtype=_dtype(name, "mamba_ssm_cache_dtype", wanted, DType.FLOAT32))
 
 
-def _dtype(name: str, stated: Any, default: DType) -> DType:
+def _dtype(name: str, key: str, stated: Any, default: DType) -> DType:
     if stated is None:
         return default
     if not isinstance(stated, str):
-        raise ConfigError(f"config of {name}: dtype is {stated!r}, expected a name such as 'bfloat16'")
-    return DType.parse(stated)
+        raise ConfigError(f"config of {name}: {key} is {stated!r}, expected a name such as 'bfloat16'")
+    try:
+        return DType.parse(stated)
+    except HybridKVError as error:
+        raise ConfigError(f"config of {name}: {key}: {error}") from None
 
 
 def _working_sizes(cfg: Config) -> str:
@@ -138,12 +143,8 @@ def _working_sizes(cfg: Config) -> str:
 
 
 def _locate(model: str | Path) -> _Source:
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{model} has no config.json: name a directory that a transformers model was saved to")
-    if path.is_file():
+    path = _config_path(Path(model))
+    if path is not None:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return _Source(name, _read_json(path), str(path), verified=True)
     entry = find(str(model))
@@ -152,15 +153,31 @@ def _locate(model: str | Path) -> _Source:
     close = similar(str(model))
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise ConfigError(
-        f"unknown model {str(model)!r}: {hint}name a directory with a config.json, or a model that "
+        f"unknown model {str(model)[:200]!r}: {hint}name a directory with a config.json, or a model that "
         "'hybridkv models' lists"
     )
 
 
+def _config_path(path: Path) -> Path | None:
+    """The config.json that `path` names, if it names anything on disk."""
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+            if not path.is_file():
+                raise ConfigError(
+                    f"{path.parent} has no config.json: name a directory a transformers model was saved to"
+                )
+        return path if path.is_file() else None
+    except PermissionError as error:
+        raise ConfigError(f"cannot look into {path}: {error.strerror}; check its permissions") from None
+    except OSError:  # too long for a path: it can still be a name
+        return None
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object: name a model's config.json")

@@ -17,6 +17,7 @@ from hybridkv.spec import FullAttention, HiddenTap, LayerSpec, LinearState, Mode
 from hybridkv.units import format_at_least, format_bytes
 
 DEFAULT_BLOCK_TOKENS = 16
+MOST_BLOCK_TOKENS = 65536
 DEFAULT_ROW_LAYERS = 4
 DEFAULT_ROW_ORDER = "hlkt"
 
@@ -72,7 +73,7 @@ class GroupPlan:
         raise PlanError(f"layer {layer} is not in group {self.name!r}: its layers are {list(self.layers)}")
 
     def held_pages(self, num_tokens: int, block_tokens: int) -> int:
-        """The most pages one request of `num_tokens` holds at once."""
+        """The most pages one request of `num_tokens` holds at once; `block_tokens` is the plan's."""
         return self.specs[0].held_blocks(num_tokens, block_tokens) * self.layout.pages
 
 
@@ -117,6 +118,8 @@ class Plan:
 
     def max_requests(self, num_tokens: int) -> int:
         """How many requests of that length fit at once, sharing nothing."""
+        if num_tokens < 1:
+            raise PlanError(f"requests of {num_tokens} tokens: a request has at least 1 token")
         free = self.num_slabs - 1
         low, high = 0, 1
         while self.slabs_for(high, num_tokens) <= free:
@@ -174,17 +177,12 @@ def _choose_layouts(
 ) -> tuple[list[PageLayout], SlabChoice | None]:
     """Whole states in one page if the arena is large against them; else cut them where that loses less."""
     best: tuple[list[PageLayout], SlabChoice | None] = ([], None)
-    least = float("inf")
     for cuts in range(1, _most_cuts(groups, options) + 1):
         layouts = _layouts(groups, options, cuts)
         choice = choose_slab(_needs(layouts, groups), options.memory_bytes)
-        if choice is None:
-            continue
-        # Padding inside a state's last page is no part of the slab search: weigh the whole.
-        loss = choice.loss_bytes(options.memory_bytes) + options.memory_bytes * _cut_padding(layouts)
-        if loss < least:
-            best, least = (layouts, choice), loss
-        if least <= PADDING_LIMIT * options.memory_bytes:
+        if choice is not None and (best[1] is None or choice.rank < best[1].rank):
+            best = (layouts, choice)
+        if best[1] is not None and best[1].loss_bytes <= PADDING_LIMIT * options.memory_bytes:
             break
     return best
 
@@ -206,14 +204,14 @@ def _most_cuts(groups: Mapping[str, tuple[LayerSpec, ...]], options: PlanOptions
     return max(most_pages(specs, options.row_layers) for specs in groups.values())
 
 
-def _cut_padding(layouts: Sequence[PageLayout]) -> float:
-    return max(1 - layout.item_bytes / (layout.pages * layout.page_bytes) for layout in layouts)
-
-
 def _needs(layouts: Sequence[PageLayout], groups: Mapping[str, tuple[LayerSpec, ...]]) -> list[PageNeed]:
     """The smallest workable arena holds one block of every kind and two states: one to read, one to write."""
     return [
-        PageNeed(layout.page_bytes, layout.pages * (2 if isinstance(specs[0], LinearState) else 1))
+        PageNeed(
+            layout.page_bytes,
+            layout.item_bytes / layout.pages,
+            min_pages=layout.pages * (2 if isinstance(specs[0], LinearState) else 1),
+        )
         for layout, specs in zip(layouts, groups.values(), strict=True)
     ]
 
@@ -226,11 +224,12 @@ def _smallest_arena(groups: Mapping[str, tuple[LayerSpec, ...]], options: PlanOp
 
 
 def _check_options(model: ModelSpec, options: PlanOptions) -> None:
-    if not model.layers:
+    if all(isinstance(spec, HiddenTap) for spec in model.layers):
         raise PlanError(f"no layer of {model.name} keeps anything: there is no cache to plan")
-    if options.block_tokens < 1:
+    if not 1 <= options.block_tokens <= MOST_BLOCK_TOKENS:
         raise PlanError(
-            f"block of {options.block_tokens} tokens: a block has at least 1 token, {DEFAULT_BLOCK_TOKENS} is usual"
+            f"block of {options.block_tokens} tokens: a block has 1 to {MOST_BLOCK_TOKENS} tokens, "
+            f"{DEFAULT_BLOCK_TOKENS} is usual"
         )
     if options.row_layers < 1:
         raise PlanError(

@@ -9,6 +9,7 @@ more evenly, smaller ones cost less where they are not full. We minimise what an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,19 +20,26 @@ PAGE_ALIGN_BYTES = 256
 """Strides are multiples of this: every dtype and vector load is aligned in every page."""
 
 PADDING_LIMIT = 0.02
-"""Padding we accept when a slab size within the arena allows it."""
+"""Padding we accept wherever some slab size stays below it."""
 
 _WIDEST_STRIDE = 1.25
 """Strides beyond this multiple of the page are not tried: some other slab size always does better."""
+
+_FINE_UNITS = 2048
+"""Pages are measured in units so coarse that the smallest still has this many: large pages need no fine search."""
+
+_LARGEST_SLAB_LOSS = 0.1
+"""Slabs whose cost alone is this part of the memory are not worth a search for less padding."""
 
 _Units = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class PageNeed:
-    """One group's pages, and how many of them the smallest workable arena must hold."""
+    """One group's pages, what they hold on average, and how many the smallest workable arena must have room for."""
 
     page_bytes: int
+    used_bytes: float
     min_pages: int
 
 
@@ -41,33 +49,25 @@ class SlabChoice:
     strides_bytes: tuple[int, ...]
     padding_ratio: float
     """Of the group that pads most: whatever the arena is filled with, no more than this is lost."""
-    min_slabs: int
-    """The null slab and enough slabs for every group's `min_pages`."""
+    loss_bytes: float
 
-    def loss_bytes(self, memory_bytes: int) -> float:
-        return memory_bytes * self.padding_ratio + self.slab_bytes * (1 + len(self.strides_bytes) / 2)
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The smaller, the better: acceptable padding first."""
+        return self.padding_ratio > PADDING_LIMIT, self.loss_bytes
 
 
 def choose_slab(needs: Sequence[PageNeed], memory_bytes: int) -> SlabChoice | None:
-    """The slab size that loses least of `memory_bytes`, or None if none leaves room for every group."""
+    """The best slab size for `memory_bytes`, or None if none leaves room for every group."""
     best: SlabChoice | None = None
     for candidates in _scan(needs, memory_bytes):
-        slab, padding = candidates.slab_units * PAGE_ALIGN_BYTES, candidates.padding
-        loss = memory_bytes * padding + slab * (1 + len(needs) / 2)
-        loss = np.where(padding > PADDING_LIMIT, loss + memory_bytes, loss)
-        loss = np.where(candidates.min_slabs * slab > memory_bytes, np.inf, loss)
-        index = int(np.argmin(loss))
-        if np.isfinite(loss[index]):
-            found = candidates.choice(index)
-            if best is None or _rank(found, memory_bytes) < _rank(best, memory_bytes):
-                best = found
-        least_slab_cost = int(slab[-1]) * (1 + len(needs) / 2)
-        if (
-            best is not None
-            and best.padding_ratio <= PADDING_LIMIT
-            and best.loss_bytes(memory_bytes) <= least_slab_cost
-        ):
-            break
+        found = candidates.best(memory_bytes)
+        if found is not None and (best is None or found.rank < best.rank):
+            best = found
+        if best is not None:
+            cost = candidates.cost_of_largest
+            if cost > _LARGEST_SLAB_LOSS * memory_bytes or (not best.rank[0] and best.loss_bytes <= cost):
+                break
     return best
 
 
@@ -75,54 +75,71 @@ def smallest_arena(needs: Sequence[PageNeed]) -> int:
     """Bytes below which no slab size leaves room for every group."""
     least: int | None = None
     for candidates in _scan(needs):
-        arenas = candidates.min_slabs * candidates.slab_units * PAGE_ALIGN_BYTES
+        arenas = candidates.min_slabs * candidates.slab_bytes
         least = int(arenas.min()) if least is None else min(least, int(arenas.min()))
-        largest_slab = int(candidates.slab_units[-1]) * PAGE_ALIGN_BYTES
-        if largest_slab * (1 + len(needs)) >= least:  # larger slabs need larger arenas
+        if int(candidates.slab_bytes[-1]) * (1 + len(needs)) >= least:  # larger slabs need larger arenas
             return least
     raise AssertionError("the scan has no end")
 
 
-def _rank(choice: SlabChoice, memory_bytes: int) -> tuple[bool, float]:
-    return choice.padding_ratio > PADDING_LIMIT, choice.loss_bytes(memory_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Slab sizes for which every group has a stride, in ascending order. All sizes in units of the alignment."""
+    """Slab sizes for which every group has a stride, in ascending order."""
 
-    slab_units: _Units
-    strides: tuple[_Units, ...]
+    needs: Sequence[PageNeed]
+    slab_bytes: _Units
+    strides_bytes: dict[int, _Units]
+    """By the bytes of the page."""
     padding: npt.NDArray[np.float64]
     min_slabs: _Units
+    """The null slab and enough for every group's `min_pages`."""
 
-    def choice(self, index: int) -> SlabChoice:
+    @property
+    def slabs_lost(self) -> float:
+        """The null slab, and half a slab a group."""
+        return 1 + len(self.needs) / 2
+
+    @property
+    def cost_of_largest(self) -> float:
+        return int(self.slab_bytes[-1]) * self.slabs_lost
+
+    def best(self, memory_bytes: int) -> SlabChoice | None:
+        loss = memory_bytes * self.padding + self.slab_bytes * self.slabs_lost
+        rank = np.where(self.padding > PADDING_LIMIT, loss + memory_bytes, loss)
+        rank = np.where(self.min_slabs * self.slab_bytes > memory_bytes, np.inf, rank)
+        index = int(np.argmin(rank))
+        if not np.isfinite(rank[index]):
+            return None
         return SlabChoice(
-            slab_bytes=int(self.slab_units[index]) * PAGE_ALIGN_BYTES,
-            strides_bytes=tuple(int(stride[index]) * PAGE_ALIGN_BYTES for stride in self.strides),
+            slab_bytes=int(self.slab_bytes[index]),
+            strides_bytes=tuple(int(self.strides_bytes[need.page_bytes][index]) for need in self.needs),
             padding_ratio=float(self.padding[index]),
-            min_slabs=int(self.min_slabs[index]),
+            loss_bytes=float(loss[index]),
         )
 
 
 def _scan(needs: Sequence[PageNeed], memory_bytes: int | None = None) -> Iterator[_Candidates]:
     """Every slab size from the largest page up to the memory (or without end), in windows of doubling size."""
-    pages = [-(-need.page_bytes // PAGE_ALIGN_BYTES) for need in needs]
-    low = max(pages)
-    while memory_bytes is None or low <= memory_bytes // PAGE_ALIGN_BYTES:
-        high = 2 * low if memory_bytes is None else min(2 * low, memory_bytes // PAGE_ALIGN_BYTES + 1)
-        by_page = {page: _best_strides(page, low, high) for page in set(pages)}  # packs of equal size search once
-        strides = [by_page[page] for page in pages]
-        usable = np.flatnonzero(np.logical_and.reduce([stride > 0 for stride in by_page.values()]))
+    unit = PAGE_ALIGN_BYTES
+    while min(need.page_bytes for need in needs) // (2 * unit) >= _FINE_UNITS:
+        unit *= 2
+    pages = {need.page_bytes: -(-need.page_bytes // unit) for need in needs}
+    alike = Counter(needs)  # packs of equal size are searched once
+    low = max(pages.values())
+    while memory_bytes is None or low <= memory_bytes // unit:
+        high = 2 * low if memory_bytes is None else min(2 * low, memory_bytes // unit + 1)
+        by_page = {page_bytes: _best_strides(page, low, high) for page_bytes, page in pages.items()}
+        usable = np.flatnonzero(np.logical_and.reduce([strides > 0 for strides in by_page.values()]))
         if len(usable):
-            slab = usable + low
-            chosen = tuple(stride[usable] for stride in strides)
+            slab = (usable + low) * unit
+            chosen = {page_bytes: strides[usable] * unit for page_bytes, strides in by_page.items()}
             padding = np.zeros(len(usable))
             min_slabs = np.ones(len(usable), dtype=np.int64)
-            for need, stride in zip(needs, chosen, strict=True):
-                padding = np.maximum(padding, 1 - need.page_bytes / (stride * PAGE_ALIGN_BYTES))
-                min_slabs += -(-need.min_pages // (slab // stride))
-            yield _Candidates(slab, chosen, padding, min_slabs)
+            for need, count in alike.items():
+                stride = chosen[need.page_bytes]
+                padding = np.maximum(padding, 1 - need.used_bytes / stride)
+                min_slabs += count * -(-need.min_pages // (slab // stride))
+            yield _Candidates(needs, slab, chosen, padding, min_slabs)
         low = high
 
 

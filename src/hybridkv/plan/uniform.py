@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hybridkv.errors import PlanError
 from hybridkv.spec import FullAttention, HiddenTap, LatentAttention, LayerSpec, LinearState, ModelSpec
 
 _BLOCK_TOKENS = 16
@@ -55,6 +56,8 @@ class UniformPlan:
 
     def max_requests(self, num_tokens: int) -> int:
         """How many requests of that length fit at once, sharing nothing and with one working state each."""
+        if num_tokens < 1:
+            raise PlanError(f"requests of {num_tokens} tokens: a request has at least 1 token")
         return max(0, self.num_pages - 1) // self.request_pages(num_tokens)
 
     def request_bytes(self, num_tokens: int) -> int:
@@ -63,6 +66,8 @@ class UniformPlan:
 
 def uniform_plan(model: ModelSpec, memory_bytes: int, pack_size: int = 1) -> UniformPlan:
     """The plan of an engine with one page size, with `pack_size` full-attention layers in a page."""
+    if pack_size < 1:
+        raise PlanError(f"pack size {pack_size}: a page holds at least 1 layer")
     kinds = _by_kind(model.layers)
     state_bytes = max((spec.nbytes for spec in model.layers if isinstance(spec, LinearState)), default=0)
     attention = next((specs for specs in kinds if isinstance(specs[0], FullAttention)), None)
@@ -97,7 +102,7 @@ def uniform_pack_sizes(model: ModelSpec) -> dict[str, int]:
     """The pack sizes worth showing: 1, 2, 4, 8 as far as there are layers, and all of them."""
     packable = sum(isinstance(spec, FullAttention) for spec in model.layers)
     sizes = {str(size): size for size in (1, 2, 4, 8) if size == 1 or size <= packable}
-    return {**sizes, "all": max(1, packable)}
+    return {**sizes, "all": packable} if packable else sizes
 
 
 def _by_kind(layers: Sequence[LayerSpec]) -> list[tuple[LayerSpec, ...]]:

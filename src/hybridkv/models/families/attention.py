@@ -73,7 +73,7 @@ def all_alike(cfg: Config) -> Layers:
 )
 def windows_above(cfg: Config) -> Layers:
     """Full attention in the first `max_window_layers`, windows above them."""
-    first = cfg.get("max_window_layers") if _has_window(cfg) else cfg.num_layers
+    first = cfg.optional_count("max_window_layers") if _has_window(cfg) else cfg.num_layers
     types = ["sliding_attention" if i >= first else "full_attention" for i in range(cfg.num_layers)]
     return Layers(given_or(cfg, types), _FULL_OR_SLIDING)
 

@@ -27,12 +27,14 @@ def _bamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     """Mamba-2 under the field names that Bamba, Granite and Falcon-H1 share."""
     heads = cfg.integer("mamba_n_heads")
     inner = cfg.optional_integer("mamba_d_ssm") or cfg.integer("mamba_expand") * cfg.integer("hidden_size")
-    derived = cfg.get("mamba_d_head") in ("auto", None)
+    head_dim = cfg.quotient(inner, "mamba_n_heads", "the inner size of Mamba")
+    if cfg.get("mamba_d_head") not in ("auto", None):
+        head_dim = cfg.integer("mamba_d_head")
     return mamba2(
         cfg,
         layer,
         heads=heads,
-        head_dim=inner // heads if derived else cfg.integer("mamba_d_head"),
+        head_dim=head_dim,
         groups=cfg.integer("mamba_n_groups"),
         state=cfg.integer("mamba_d_state"),
         kernel=cfg.integer("mamba_d_conv"),
@@ -129,12 +131,12 @@ def zamba2(cfg: Config) -> Layers:
 
 
 def _zamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
-    heads = cfg.integer("n_mamba_heads")
+    inner = cfg.integer("mamba_expand") * cfg.integer("hidden_size")
     return mamba2(
         cfg,
         layer,
-        heads=heads,
-        head_dim=cfg.integer("mamba_expand") * cfg.integer("hidden_size") // heads,
+        heads=cfg.integer("n_mamba_heads"),
+        head_dim=cfg.quotient(inner, "n_mamba_heads", "the inner size of Mamba"),
         groups=cfg.integer("mamba_ngroups"),
         state=cfg.integer("mamba_d_state"),
         kernel=cfg.integer("mamba_d_conv"),
@@ -143,7 +145,7 @@ def _zamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 def _zamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     """The shared block sees the layer's input beside the embeddings: twice the hidden size."""
-    head_dim = 2 * cfg.integer("hidden_size") // cfg.integer("num_attention_heads")
+    head_dim = cfg.quotient(2 * cfg.integer("hidden_size"), "num_attention_heads", "twice hidden_size")
     return (FullAttention(layer, key_value(cfg, head_dim)), *_zamba_mixer(cfg, layer))
 
 
@@ -161,6 +163,8 @@ def _zamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]
 )
 def jamba(cfg: Config) -> Layers:
     period, offset = cfg.integer("attn_layer_period"), cfg.optional_count("attn_layer_offset")
+    if offset >= period:
+        raise ConfigError(f"config of {cfg.name}: attn_layer_offset {offset} is not below attn_layer_period {period}")
     types = ["full_attention" if i % period == offset else "linear_attention" for i in range(cfg.num_layers)]
     return Layers(types, {"full_attention": full_attention, "linear_attention": _jamba_mixer})
 
