@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hybridkv.cache import CacheGroup, CacheLayout, Role
+from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Role
 from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.errors import HybridKVError, PlanError
+from hybridkv.models import load_model
+from hybridkv.plan import PlanOptions, make_plan
 from tests.cache.sim import Sim
 
 FULL = CacheGroup("full", Role.FULL, 8)
@@ -325,3 +330,183 @@ def test_preemption_keeps_the_state(mix: list[CacheGroup]) -> None:
     assert cache.compute(lease, 203)
     cache.cache.release(lease)
     assert cache.serve(tokens(300)) == 203
+
+
+@pytest.mark.parametrize("pack", [1, 2, 3, 4, None])
+def test_a_prompt_repeated_hits_at_every_pack_size(pack: int | None) -> None:
+    plan = make_plan(load_model("qwen3-next-80b-a3b"), PlanOptions(8 * 2**30, attn_pack_size=pack))
+    cache = Sim(CacheLayout.from_plan(plan))
+    assert cache.serve(tokens(700)) == 0
+    assert cache.serve(tokens(700)) == 688
+
+
+def test_a_plan_becomes_a_layout() -> None:
+    plan = make_plan(load_model("gemma-3-27b", taps=[3, 7]), PlanOptions(20 * 2**30))
+    layout = CacheLayout.from_plan(plan)
+    assert [(g.name, g.role, g.pool_name, g.window) for g in layout.token_groups] == [
+        ("full", Role.FULL, "full", None),
+        ("window1024", Role.LOCAL, "window1024", 1024),
+        ("tap3", Role.TAP, "taps", None),
+        ("tap7", Role.TAP, "taps", None),
+    ]
+    assert layout.num_slabs == plan.num_slabs
+    small = make_plan(load_model("qwen3.5-397b-a17b", tp=2), PlanOptions(5 * 2**30))
+    assert CacheLayout.from_plan(small).state_groups[0].pages_per_state == 3
+    llama4 = make_plan(load_model("llama-4-scout-17b-16e"), PlanOptions(20 * 2**30))
+    assert {g.chunk for g in CacheLayout.from_plan(llama4).token_groups} == {None, 8192}
+    with pytest.raises(PlanError, match="block of 0 tokens"):
+        CacheLayout.of([FULL], block_tokens=0, num_slabs=4)
+    with pytest.raises(PlanError, match="without groups"):
+        CacheLayout.of([], block_tokens=16, num_slabs=4)
+
+
+def test_rollback_goes_to_the_last_place_that_can_be_resumed(mix: list[CacheGroup]) -> None:
+    cache = sim(*mix)
+    lease = cache.prompt(tokens(300), breakpoints=[96, 160])
+    for limit, position in ((299, 288), (200, 160), (100, 96)):
+        if not cache.layout.state_groups:
+            position = max(position, limit // 16 * 16 if not cache.cache._keeper.local else position)
+        assert cache.cache.rollback(lease, limit) >= position
+        assert lease.computed <= limit
+        cache.cache.check_integrity()
+    assert cache.compute(lease)
+    assert lease.computed == 300
+    assert cache.cache.rollback(lease, 0) == 0
+    assert cache.cache.stats.rolled_back_tokens >= 300
+    cache.cache.release(lease)
+    cache.cache.check_integrity()
+
+
+def test_requests_that_share_an_invalid_page_all_go_back() -> None:
+    cache = sim(FULL, STATE)
+    shared = tokens(160)
+    first = cache.prompt(shared + tokens(60, 1), breakpoints=[64, 160])
+    second = cache.prompt(shared + tokens(60, 2))
+    stranger = cache.prompt(tokens(100, 3))
+    table = second.tables[0]
+    assert table is not None
+    assert second.cached_tokens == 160
+    moved = cache.cache.invalidate({"full": [table[6], table[8]]})  # tokens 96 to 112, and later ones
+    assert moved == {first.id: 64, second.id: 64}
+    assert stranger.computed == 100
+    cache.cache.check_integrity()
+    assert cache.cache.stats.invalid_pages == 2
+    assert cache.cache.stats.rolled_back_tokens == (220 - 64) * 2
+    assert cache.cache.match(shared).num_tokens == 64
+    assert cache.cache.match(shared).matched_tokens == 96
+    for lease in (first, second):
+        assert cache.compute(lease)
+        cache.cache.release(lease)
+    cache.cache.check_integrity()
+
+
+def test_a_step_in_flight_with_an_invalid_page_is_thrown_away() -> None:
+    cache = sim(FULL, STATE, window(40))
+    cache.serve(tokens(200), breakpoints=[64])
+    lease = cache.cache.begin(tokens(200))
+    assert cache.extend(lease, 5) is not None
+    table = lease.tables[0]
+    assert table is not None
+    assert cache.cache.invalidate({"full": [table[5]]}) == {}
+    assert cache.cache.match(tokens(200)).matched_tokens == 80
+    assert cache.cache.commit(lease, sampled=[1]) == 64
+    cache.cache.check_integrity()
+    assert cache.compute(lease)
+
+
+def test_an_invalid_state_takes_what_was_computed_from_it() -> None:
+    cache = sim(FULL, STATE)
+    cache.serve(tokens(200), breakpoints=[64, 128])
+    lease = cache.cache.begin(tokens(150))
+    assert lease.cached_tokens == 128
+    state = lease.states[0]
+    assert state is not None
+    assert cache.cache.invalidate({"state": state.pages}) == {lease.id: 64}
+    assert cache.cache.match(tokens(200)).num_tokens == 64
+    assert cache.cache.match(tokens(200)).matched_tokens == 128
+    cache.cache.check_integrity()
+
+
+def test_recycled_pages_never_show_old_content(mix: list[CacheGroup]) -> None:
+    """Every read of every step is checked by the simulation; here pages are recycled as hard as can be."""
+    cache = sim(*mix, num_slabs=40)
+    for seed in range(60):
+        cache.serve(tokens(20 + seed % 90, seed % 7), tokens(seed % 5, seed))
+
+
+def test_events_tell_what_was_stored_and_removed() -> None:
+    cache = sim(FULL, STATE, num_slabs=12, event_limit=100)
+    cache.serve(tokens(100))
+    events = cache.cache.take_events()
+    assert [(event.kind, len(event.keys), event.tokens) for event in events] == [
+        ("hit", 0, 0),
+        ("missed", 0, 100),
+        ("stored", 6, 0),
+    ]
+    stored = set(events[-1].keys)
+    cache.serve(tokens(100))
+    assert [event.tokens for event in cache.cache.take_events()][:2] == [96, 4]
+    for seed in range(1, 12):
+        cache.serve(tokens(100, seed))
+    removed = {key for event in cache.cache.take_events() if event.kind == "removed" for key in event.keys}
+    assert stored <= removed
+    assert not cache.cache.take_events()
+
+
+def test_block_names_depend_on_everything_before_them() -> None:
+    one, two = sim(FULL, event_limit=9), sim(FULL, event_limit=9)
+    names = []
+    for cache, text, salt in ((one, tokens(64), ""), (two, tokens(64), ""), (two, tokens(64), "x")):
+        cache.serve(text, salt=salt)
+        names.append([key for event in cache.cache.take_events() for key in event.keys])
+    assert names[0] == names[1]
+    assert set(names[0]).isdisjoint(names[2])
+    two.serve([7, *tokens(64)[1:]])
+    assert set(names[0]).isdisjoint(key for event in two.cache.take_events() for key in event.keys)
+
+
+def test_misuse_is_refused_with_a_reason() -> None:
+    cache = sim(FULL, STATE, CacheGroup("tap", Role.TAP, 4))
+    lease = cache.cache.begin(tokens(40))
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: cache.cache.begin([]), "at least one token"),
+        (lambda: cache.cache.begin([1], taps=["full"]), "no tap 'full'"),
+        (lambda: cache.cache.extend(lease, 41), "cannot extend by 41"),
+        (lambda: cache.cache.extend(lease, 0), "cannot extend by 0"),
+        (lambda: cache.cache.commit(lease), "nothing to commit"),
+        (lambda: cache.cache.rollback(lease, -1), "cannot roll back to -1"),
+        (lambda: cache.cache.invalidate({"nope": [1]}), "no group 'nope'"),
+        (lambda: cache.cache.begin([2**31]), "token ids"),
+        (lambda: cache.cache.begin(b"123"), "4 bytes each"),
+        (lambda: cache.cache.begin(np.array([1, 2])), "int32"),
+    ]
+    for call, reason in calls:
+        with pytest.raises(HybridKVError, match=reason):
+            call()
+    assert cache.extend(lease, 4) is not None
+    calls = [
+        (lambda: cache.cache.extend(lease, 4), "step in flight"),
+        (lambda: cache.cache.release(lease), "step in flight"),
+        (lambda: cache.cache.commit(lease, 5), "5 tokens accepted of a step of 4"),
+    ]
+    for call, reason in calls:
+        with pytest.raises(CacheError, match=reason):
+            call()
+    cache.cache.abort(lease)
+    cache.cache.commit(lease)
+    cache.cache.abort(lease)
+    with pytest.raises(CacheError, match="has ended"):
+        cache.cache.extend(lease, 1)
+
+
+def test_salts_leave_no_roots_behind() -> None:
+    cache = sim(FULL, STATE, num_slabs=14)
+    for number in range(200):
+        cache.serve(tokens(60), salt=str(number))
+    assert len(cache.cache._keeper.index.roots) < 12
+
+
+def test_arrays_and_lists_of_tokens_are_the_same() -> None:
+    cache = sim(FULL)
+    cache.serve(tokens(100))
+    assert cache.cache.match(np.array(tokens(100), dtype=np.int32)).num_tokens == 96

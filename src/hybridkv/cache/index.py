@@ -186,6 +186,12 @@ class Index:
             root.keys = [key]
         return root
 
+    def drop_empty_root(self, root: Node) -> None:
+        """Forget a root that leads nowhere: salts come and go."""
+        key = root.keys[0] if root.keys else b""
+        if not root.children and not root.checkpoints and self.roots.get(key) is root:
+            del self.roots[key]
+
     def walk(self, key: bytes, tokens: bytes | bytearray, max_blocks: int) -> list[Step]:
         """The path of the longest run of matching blocks, at most `max_blocks`; it begins with the root."""
         node = self.roots.get(key)

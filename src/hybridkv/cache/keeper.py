@@ -271,6 +271,8 @@ class Keeper:
                 if node.num_blocks:
                     return
                 node = parent
+        if node is not None and node.parent is None and not node.refs:
+            self.index.drop_empty_root(node)
 
     def kill(self, node: Node) -> None:
         """A node and all below it are no longer found; their pages go when no lease is left on them."""

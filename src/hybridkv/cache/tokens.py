@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
-from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from hybridkv.errors import HybridKVError
 TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
-_structs: dict[int, Struct] = {}
+_structs: dict[int, struct.Struct] = {}
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
@@ -29,12 +29,15 @@ def pack_tokens(tokens: TokenIds) -> bytes:
             raise HybridKVError(f"tokens of dtype {tokens.dtype}: convert them to int32")
         return tokens.tobytes()
     count = len(tokens)
-    struct = _structs.get(count)
-    if struct is None:
+    packer = _structs.get(count)
+    if packer is None:
         if len(_structs) > 4096:
             _structs.clear()
-        struct = _structs[count] = Struct(f"<{count}i")
-    return struct.pack(*tokens)
+        packer = _structs[count] = struct.Struct(f"<{count}i")
+    try:
+        return packer.pack(*tokens)
+    except struct.error as error:
+        raise HybridKVError(f"token ids must be integers that fit into 32 bits: {error}") from None
 
 
 def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:
