@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: help setup setup-vllm test test-vllm lint format bench clean
+.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,6 +38,10 @@ test: setup ## All tests but those inside vLLM
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm
 
+# 2,500 caches of 400 verbs each: a million operations, with all checks after each. Hours on one core.
+fuzz: setup ## A million random operations on the cache core
+	HYBRIDKV_FUZZ_SEEDS=2500 HYBRIDKV_FUZZ_STEPS=400 $(BIN)/pytest -n auto tests/cache/test_fuzz.py -k seeded
+
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,8 +51,11 @@ format: setup ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## Benchmarks; each prints one JSON line last
+bench: setup ## Benchmarks that need nothing else; each prints one JSON line last
 	$(BIN)/python benchmarks/plan.py
+
+bench-core: setup-vllm ## The cache core against vLLM's KVCacheManager
+	$(VLLM_BIN)/python benchmarks/cache_core.py
 
 clean: ## Remove everything that was built
 	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
