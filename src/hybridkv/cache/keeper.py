@@ -19,6 +19,7 @@ from hybridkv.cache.stats import CacheStats, Events
 
 Needs = dict[Pool, int]
 _Evictable = Node | Checkpoint
+_EVICT_AHEAD = 8
 
 
 class _Pins:
@@ -77,12 +78,18 @@ class Keeper:
 
     def make_room(self, needs: Needs) -> NoRoom | None:
         """See to it that `needs` fit: move pages together, evict what is worth least. None: they do."""
+        if self.arena.fits(needs):
+            return None
         pins = _Pins(self.in_flight)
         while not self.arena.fits(needs):
             if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
                 self.run_operations()
             elif not self._evict_least(needs):
                 return self._no_room(len(pins.refused))
+        # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
+        for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32)):
+            if not self._evict_least(needs):
+                break
         return None
 
     def _no_room(self, num_pinned: int) -> NoRoom:
