@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from hybridkv.cache import NULL_PAGE, Cache, CacheLayout, CopyPage, Lease, NoRoom, Operation, Role, StepTables
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Node
+from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.tokens import TOKEN_BYTES
 
 
@@ -184,7 +184,7 @@ class Sim:
         def has_page(group: int, block: int) -> bool:
             node, i = blocks[tokens[: (block + 1) * index.block_bytes]]
             pages = node.pages[group]
-            return pages is not None and pages[i] != NO_PAGE
+            return pages is not None and pages[i] != NULL_PAGE
 
         def possible(n: int) -> bool:
             whole, inside = divmod(n, size)
@@ -198,7 +198,7 @@ class Sim:
             for g, group in enumerate(self.layout.token_groups):
                 if group.role is Role.TAP and group.name not in taps:
                     continue
-                if group.role is Role.TAP and inside and not any(c.tail_pages[g] != NO_PAGE for c in here):
+                if group.role is Role.TAP and inside and not any(c.tail_pages[g] != NULL_PAGE for c in here):
                     return False
                 if not all(has_page(g, b) for b in range(group.first_visible(n) // size, whole)):
                     return False
@@ -228,6 +228,6 @@ class Sim:
         return [
             f"{name} page {page}"
             for page in pages
-            if page not in (NO_PAGE, NULL_PAGE)
+            if page != NULL_PAGE
             and any(v.tainted for slot, v in self.memory.slots.get((pool, page), {}).items() if slot < slots)
         ]

@@ -11,11 +11,11 @@ step. A page that an unacknowledged operation reads or writes is not reused, eve
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 Pages: TypeAlias = "array[int]"
 """Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
@@ -26,7 +26,23 @@ def make_pages(numbers: Iterable[int] = ()) -> Pages:
 
 
 NULL_PAGE = 0
-"""A page of the null slab: zero, never written. The source of a state at position 0; the place of blocks let go."""
+"""A page of the null slab: zero, never written. The source of a state at position 0; in tables and nodes, the place of
+blocks a group has no page for: out of the window, or never tapped."""
+
+
+def _runs_by_slab(pages: Sequence[int], per_slab: int) -> Iterator[Sequence[int]]:
+    """The pages of each slab; many of them are sorted with numpy."""
+    if len(pages) <= 4:
+        for page in pages:
+            yield (page,)
+        return
+    numbers = np.sort(np.frombuffer(pages if isinstance(pages, array) else make_pages(pages), dtype=np.intc))
+    cuts = np.flatnonzero(np.diff(numbers // per_slab)) + 1
+    data, size = numbers.tobytes(), numbers.itemsize
+    start = 0
+    for end in (*cuts.tolist(), len(numbers)):
+        yield array("i", data[start * size : end * size])
+        start = end
 
 
 class CopyPage(NamedTuple):
@@ -184,18 +200,9 @@ class Arena:
         """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
         if self._busy:
             pages = self._keep_busy_back(pool, pages)
-        if not pages:
-            return
-        per_slab = pool.pages_per_slab
         pool.num_free += len(pages)
-        if max(pages) // per_slab == min(pages) // per_slab:
-            runs = [pages]
-        else:
-            pages = sorted(pages)
-            cuts = [bisect_left(pages, index * per_slab) for index in sorted({page // per_slab for page in pages})]
-            runs = [pages[start:end] for start, end in pairwise([*cuts, len(pages)])]
-        for run in runs:
-            slab = pool.slabs[run[0] // per_slab]
+        for run in _runs_by_slab(pages, pool.pages_per_slab):
+            slab = pool.slabs[run[0] // pool.pages_per_slab]
             slab.free.extend(run)
             self._settle(slab)
 

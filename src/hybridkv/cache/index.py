@@ -16,14 +16,11 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.cache.arena import Pages, Slab, make_pages
+from hybridkv.cache.arena import NULL_PAGE, Pages, Slab, make_pages
 from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
 
 if TYPE_CHECKING:
     from hybridkv.cache.lease import Lease
-
-NO_PAGE = -1
-"""A block that a group has no page for: out of the window, or never tapped."""
 
 
 class State:
@@ -52,7 +49,7 @@ class Checkpoint:
         """By state group; None where it has been lost."""
         self.tail_tokens = tail_tokens
         self.tail_pages = tail_pages or []
-        """By token group; NO_PAGE for groups its request did not use."""
+        """By token group; NULL_PAGE for groups its request did not use."""
         self.node: Node | None = None
         self.holds = 0
         """Leases and pins that count on it: it is not evicted meanwhile."""
@@ -91,7 +88,7 @@ class Node:
         self.first = b""
         """The tokens of its first block: its name among its siblings."""
         self.pages = pages
-        """By token group, a page a block. None: no page at all; NO_PAGE: none for that block. Full groups have all."""
+        """By token group, a page a block. None: no pages; NULL_PAGE: none for that block. Full groups have all."""
         self.keys: list[bytes] = []
         """The name of each block outside this process. The root has one: what everything below it begins with."""
         self.checkpoints: list[Checkpoint] = []
@@ -309,12 +306,12 @@ def common_blocks(run: bytearray, tokens: bytes | bytearray, position: int, most
     return low
 
 
-def no_pages(count: int) -> Pages:
+def null_pages(count: int) -> Pages:
     """Blocks without pages."""
-    return make_pages((NO_PAGE,)) * count
+    return make_pages((NULL_PAGE,)) * count
 
 
 def _join(upper: Pages | None, num_upper: int, lower: Pages | None, num_lower: int) -> Pages | None:
     if upper is None and lower is None:
         return None
-    return (no_pages(num_upper) if upper is None else upper) + (no_pages(num_lower) if lower is None else lower)
+    return (null_pages(num_upper) if upper is None else upper) + (null_pages(num_lower) if lower is None else lower)

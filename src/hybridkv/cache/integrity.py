@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hybridkv.cache.arena import NULL_PAGE, make_pages
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, State
+from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
 
@@ -71,7 +71,7 @@ class _Recount:
         for group, pages in enumerate(node.pages):
             pool = keeper.token_pools[group]
             assert pages is not None or group not in keeper.full
-            present = [page for page in pages or () if page != NO_PAGE]
+            present = [page for page in pages or () if page != NULL_PAGE]
             assert pages is None or len(pages) == node.num_blocks
             assert group not in keeper.full or len(present) == node.num_blocks
             assert all(pool.slabs[page // pool.pages_per_slab] in node.slabs for page in present)
@@ -90,7 +90,7 @@ class _Recount:
         assert len(checkpoint.tail_tokens) == inside * 4
         assert not checkpoint.tail_pages or len(checkpoint.tail_pages) == len(self.keeper.token_pools)
         for pool, page in zip(self.keeper.token_pools, checkpoint.tail_pages, strict=False):
-            if page != NO_PAGE:
+            if page != NULL_PAGE:
                 self.owned[pool.name][page] += 1
                 assert pool.slabs[page // pool.pages_per_slab] in node.slabs
         for group in self.keeper.local:

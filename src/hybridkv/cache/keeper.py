@@ -7,11 +7,12 @@ holders. Eviction, compaction and the removal of what nobody needs live here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from hybridkv.cache.arena import Arena, Operation, Pages, Pool, Slab, make_pages
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Index, Node, State, no_pages
+from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
+from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
 from hybridkv.cache.policy import Candidate, EvictionPolicy
@@ -152,7 +153,6 @@ class Keeper:
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
         """One hold less; pages nobody holds leave the node and go back."""
         pool = self.token_pools[group]
-        more_holds = pool.more_holds
         node = leaf
         while last > first:
             node = node.at_block(last - 1)
@@ -160,27 +160,16 @@ class Keeper:
             assert pages is not None
             low = max(first, node.start)
             run = pages[low - node.start : last - node.start]
-            freed = run
-            if not more_holds.keys().isdisjoint(run):
-                alone = make_pages()
-                for page in run:
-                    more = more_holds.get(page)
-                    if more is None:
-                        alone.append(page)
-                    elif more > 1:
-                        more_holds[page] = more - 1
-                    else:
-                        more_holds.pop(page)
-                freed = alone
+            freed = _drop_holds(pool.more_holds, run)
             if len(freed) == len(run):
-                pages[low - node.start : last - node.start] = no_pages(len(run))
+                pages[low - node.start : last - node.start] = null_pages(len(run))
             elif freed:
                 gone = set(freed)
-                left = make_pages(NO_PAGE if page in gone else page for page in run)
+                left = make_pages(NULL_PAGE if page in gone else page for page in run)
                 pages[low - node.start : last - node.start] = left
             if freed:
                 self.arena.give_back(pool, freed)
-                if pages.count(NO_PAGE) == len(pages):
+                if pages.count(NULL_PAGE) == len(pages):
                     node.pages[group] = None
             last = low
 
@@ -244,7 +233,7 @@ class Keeper:
 
     def _free_tail(self, checkpoint: Checkpoint) -> None:
         for group, page in enumerate(checkpoint.tail_pages):
-            if page != NO_PAGE:
+            if page != NULL_PAGE:
                 self.arena.give_back(self.token_pools[group], [page])
         checkpoint.tail_pages = []
 
@@ -316,7 +305,7 @@ class Keeper:
         for group in (*self.full, *self.taps):
             pages = lost[group]
             if pages:
-                present = pages if group in self.full else [page for page in pages if page != NO_PAGE]
+                present = pages if group in self.full else [page for page in pages if page != NULL_PAGE]
                 self.arena.give_back(self.token_pools[group], present)
 
     def _cut_after_last_checkpoint(self, node: Node) -> None:
@@ -383,6 +372,26 @@ class Keeper:
         elif parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             self.tidy(parent)
+
+
+def _drop_holds(more_holds: Counter[int], run: Pages) -> Pages:
+    """One hold less of each page; returns those that had no more. The usual cases, all or none, are quick."""
+    more = list(map(more_holds.get, run))
+    if more.count(None) == len(more):
+        return run
+    if None not in more and more.count(1) == len(more):
+        for page in run:
+            more_holds.pop(page)
+        return make_pages()
+    freed = make_pages()
+    for page, holds in zip(run, more, strict=True):
+        if holds is None:
+            freed.append(page)
+        elif holds > 1:
+            more_holds[page] = holds - 1
+        else:
+            more_holds.pop(page)
+    return freed
 
 
 def _is_kept(item: _Evictable) -> bool:

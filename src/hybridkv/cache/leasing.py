@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Pages, make_pages
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Node, State, Step, common_blocks, no_pages
+from hybridkv.cache.index import Checkpoint, Node, State, Step, common_blocks, null_pages
 from hybridkv.cache.keeper import Keeper, Needs
 from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
 from hybridkv.cache.resume import Resume, ResumeRule
@@ -254,6 +254,9 @@ class Leasing:
                 return
             target = stand
         lease.computed = target
+        kept_positions = [kept.position for kept in step.kept if kept.position <= target]
+        if target >= lease.slide_at:  # before publishing: most of a long step's blocks are out of sight already
+            self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
         for kept in step.kept:
@@ -263,8 +266,8 @@ class Leasing:
                 self.keeper.drop_states(kept.states)
         if lease.keeps and lease.keeps[0] <= target:
             lease.keeps = [position for position in lease.keeps if position > target]
-        if target >= lease.slide_at:
-            self._slide(lease)
+        if kept_positions and target >= lease.slide_at:
+            self._slide(lease, target)
 
     def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
         """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
@@ -356,28 +359,32 @@ class Leasing:
             pool, mine = keeper.token_pools[group], table[first:last]
             theirs = node.pages[group]
             if theirs is None:
-                theirs = node.pages[group] = no_pages(last - first)
-            lent = [own for own, other in zip(mine, theirs, strict=True) if other == NO_PAGE]
-            spare = [own for own, other in zip(mine, theirs, strict=True) if other != NO_PAGE]
+                theirs = node.pages[group] = null_pages(last - first)
             if group in keeper.local:
-                pool.more_holds.update(page for page in theirs if page != NO_PAGE)
+                pool.more_holds.update(b for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
+            spare = make_pages(a for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
             keeper.arena.give_back(pool, spare)
-            if lent:
-                theirs[:] = make_pages(a if b == NO_PAGE else b for a, b in zip(mine, theirs, strict=True))
+            if len(spare) < len(mine):
+                theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
                 node.hold_slabs(lease.slabs)
+                if group in keeper.local:
+                    theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
             table[first:last] = theirs
 
-    def _slide(self, lease: Lease) -> None:
-        """Let go of the blocks that no later token sees."""
-        for group in self.keeper.local:
-            first, old = self.keeper.first_visible_block(group, lease.computed), lease.local_first[group]
+    def _slide(self, lease: Lease, position: int) -> None:
+        """Let go of the blocks that no token from `position` on sees."""
+        keeper, published = self.keeper, lease.leaf.end
+        for group in keeper.local:
+            first, old = keeper.first_visible_block(group, position), lease.local_first[group]
             if first > old:
                 table = lease.tables[group]
                 assert table is not None
-                self.keeper.drop_local(lease.leaf, group, old, first)
+                keeper.drop_local(lease.leaf, group, old, min(first, published))
+                if first > published:
+                    keeper.arena.give_back(keeper.token_pools[group], table[max(old, published) : first])
                 table[old:first] = null_pages(first - old)
                 lease.local_first[group] = first
-        lease.slide_at = self._next_slide(lease.computed)
+        lease.slide_at = self._next_slide(position)
 
     def _own_slabs_only(self, lease: Lease) -> None:
         """After publishing, only the block begun and the states are the lease's own."""
@@ -397,7 +404,7 @@ class Leasing:
         tail_tokens, tail_pages = b"", None
         if begun:
             tail_tokens = bytes(lease.tokens[block * self.block_bytes : position * 4])
-            tail_pages = [NO_PAGE if table is None else table.pop(block) for table in lease.tables]
+            tail_pages = [NULL_PAGE if table is None else table.pop(block) for table in lease.tables]
         checkpoint = Checkpoint(position, lease.states, tail_tokens, tail_pages)
         lease.states = [None] * len(self.state_groups)
         keeper.add_checkpoint(lease.leaf, checkpoint, has_local=True)
@@ -449,11 +456,6 @@ class Leasing:
                 (page,) = arena.take(pool, 1, twin.slabs)
                 arena.copy(pool, mine[block], page)
                 theirs.append(page)
-
-
-def null_pages(count: int) -> Pages:
-    """Blocks that a local group no longer sees."""
-    return make_pages((NULL_PAGE,)) * count
 
 
 def first_index(pages: Pages, wanted: set[int]) -> int | None:

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from hybridkv.cache.index import NO_PAGE, Checkpoint, Step
+from hybridkv.cache.arena import NULL_PAGE
+from hybridkv.cache.index import Checkpoint, Step
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.tokens import TOKEN_BYTES
+
+NO_HOLE = -1
 
 
 class Missing(StrEnum):
@@ -92,11 +95,11 @@ class ResumeRule:
         if None in checkpoint.states:
             return Missing.STATE
         for index, group in self.local:
-            if _last_hole(path, index, self._first_block(group, checkpoint.position), block) != NO_PAGE:
+            if _last_hole(path, index, self._first_block(group, checkpoint.position), block) != NO_HOLE:
                 return Missing.WINDOW
         for index in taps:
-            tail_lacks = bool(checkpoint.tail_tokens) and checkpoint.tail_pages[index] == NO_PAGE
-            if tail_lacks or _last_hole(path, index, 0, block) != NO_PAGE:
+            tail_lacks = bool(checkpoint.tail_tokens) and checkpoint.tail_pages[index] == NULL_PAGE
+            if tail_lacks or _last_hole(path, index, 0, block) != NO_HOLE:
                 return Missing.TAP
         return None
 
@@ -106,14 +109,14 @@ class ResumeRule:
         block = last.node.start + last.num_blocks
         why: Missing | None = None
         for index in taps:
-            while (hole := _last_hole(path, index, 0, block)) != NO_PAGE:
+            while (hole := _last_hole(path, index, 0, block)) != NO_HOLE:
                 block, why = hole, Missing.TAP
         settled = False
         while not settled:
             settled = True
             for index, group in self.local:
                 hole = _last_hole(path, index, self._first_block(group, block * self.block_tokens), block)
-                if hole != NO_PAGE:
+                if hole != NO_HOLE:
                     block, why, settled = hole, Missing.WINDOW, False
         return block, why
 
@@ -122,7 +125,7 @@ class ResumeRule:
 
 
 def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:
-    """The last block in [first, last) that has no page in `group`; NO_PAGE if all have one."""
+    """The last block in [first, last) that has no page in `group`; NO_HOLE if all have one."""
     for depth in range(len(path) - 1, -1, -1):
         if last <= first:
             break
@@ -133,8 +136,8 @@ def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:
         if pages is None:
             return last - 1
         run = pages[low - node.start : last - node.start]
-        if NO_PAGE in run:
+        if NULL_PAGE in run:
             run.reverse()
-            return last - 1 - run.index(NO_PAGE)
+            return last - 1 - run.index(NULL_PAGE)
         last = low
-    return NO_PAGE
+    return NO_HOLE
