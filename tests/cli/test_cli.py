@@ -68,6 +68,14 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert groups["taps"]["layers"] == [1, 2]
 
 
+def test_cut_states_are_reported_with_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan_json(capsys, "qwen3.5-397b-a17b", "--tp", "2", "--memory", "5GiB", "--max-len", "1024")
+    state = next(group for group in report["groups"] if group["kind"] == "linear_state")
+    assert state["pages_per_item"] == 3
+    assert [row["page"] for row in state["rows"]] == [0] * 4 + [1] * 4 + [2] * 4
+    assert state["page_bytes"] * 3 == report["state_bytes"]
+
+
 @pytest.mark.parametrize("model_type", sorted(TINY))
 def test_saved_models_are_planned(model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config(model_type).save_pretrained(tmp_path)

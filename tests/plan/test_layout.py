@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from hybridkv.errors import PlanError
 from hybridkv.models import load_model, read_config
-from hybridkv.plan.layout import ROW_ORDERS, PageLayout, PartView, check_row_order, lay_out, most_pages
+from hybridkv.plan.layout import (
+    PART_ALIGN_BYTES,
+    ROW_ORDERS,
+    PageLayout,
+    PartView,
+    check_row_order,
+    lay_out,
+    most_pages,
+)
 from hybridkv.plan.plan import split_into_groups
 from hybridkv.spec import HiddenTap, LayerSpec, ModelSpec
 from tests.plan.strategies import models
@@ -61,12 +69,15 @@ def test_rows_cover_pages_and_hold_each_layer_once(
         end = 0
         for row in layout.rows:
             assert row.offset_bytes == end
+            assert row.nbytes % PART_ALIGN_BYTES == 0
             end += row.nbytes
             for view in row.views:
                 assert view.layer in row.layers
                 offsets = element_offsets(view)
                 assert row.offset_bytes <= offsets.min()
                 assert offsets.max() + view.dtype.nbytes <= end
+                if specs[0].kind == "linear_state":
+                    assert view.offset_bytes % PART_ALIGN_BYTES == 0
         assert end == layout.page_bytes
         assert [layer for row in layout.rows for layer in row.layers] == [spec.layer for spec in specs]
         if not isinstance(specs[0], HiddenTap):
