@@ -33,6 +33,7 @@ from hybridkv.cache.policy import (
 )
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.stats import CacheStats, Event, Events
+from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 from hybridkv.errors import HybridKVError
 
@@ -75,6 +76,7 @@ class Cache:
         self._events = Events(event_limit)
         self._keeper = Keeper(layout, eviction_policy or LeastRecentlyUsed(), run_operations, self.stats, self._events)
         self._leasing = Leasing(self._keeper)
+        self._steps = Steps(self._leasing)
         self._pins: list[Pin] = []
         self._clock = clock
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
@@ -132,22 +134,22 @@ class Cache:
         start, end = lease.computed, lease.computed + num_tokens
         if num_tokens < 1 or end > lease.num_tokens:
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
-        leasing, keeper = self._leasing, self._keeper
+        steps, keeper = self._steps, self._keeper
         kept = [p for p in lease.keeps if p <= end]
         fresh = [state is None or state.refs > 1 or may_cut for state in lease.states]
-        num_blocks = -(-end // self.block_tokens) - leasing.num_table_blocks(lease) if lease.named_tables else 0
+        num_blocks = -(-end // self.block_tokens) - steps.num_table_blocks(lease) if lease.named_tables else 0
         if num_blocks > 0 or kept or True in fresh:
-            room = leasing.room_for(lease, max(0, num_blocks), fresh, kept, end)
+            room = steps.room_for(lease, max(0, num_blocks), fresh, kept, end)
             if isinstance(room, NoRoom):
                 self.stats.no_room += 1
                 return room
             if num_blocks > 0:
-                leasing.add_blocks(lease, num_blocks)
-            leasing.settle_tail(lease)
-            segments = dict(zip(self._state_group, leasing.add_segments(lease, start, end, room, fresh), strict=True))
+                steps.add_blocks(lease, num_blocks)
+            self._leasing.settle_tail(lease)
+            segments = dict(zip(self._state_group, steps.add_segments(lease, start, end, room, fresh), strict=True))
             keeper.run_operations()
         else:
-            segments = leasing.decode_segments(lease, start, end)
+            segments = steps.decode_segments(lease, start, end)
         keeper.in_flight[lease.id] = lease
         return StepTables(start, end, self.block_tokens, lease.named_tables, segments)
 
@@ -168,15 +170,15 @@ class Cache:
         del self._keeper.in_flight[lease.id]
         lease.step = None
         if lease.aborted:
-            self._leasing.drop_step(lease, step)
+            self._steps.drop_step(lease, step)
             self._leasing.detach(lease)
             return 0
         if failed or lease.poisoned is not None:
-            self._leasing.fail(lease, step)
+            self._steps.fail(lease, step)
         else:
             if accepted < step.end - step.start:
                 del lease.tokens[max(step.start + accepted, lease.prompt_tokens) * TOKEN_BYTES :]
-            self._leasing.accept(lease, step, step.start + accepted)
+            self._steps.accept(lease, step, step.start + accepted)
         if len(sampled):
             lease.tokens += pack_tokens(sampled)
         return lease.computed

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
+from hybridkv.cache.eviction import EvictionQueue
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
-from hybridkv.cache.policy import Candidate, EvictionPolicy
+from hybridkv.cache.policy import EvictionPolicy
 from hybridkv.cache.stats import CacheStats, Events
 
 Needs = dict[Pool, int]
-_Evictable = Node | Checkpoint
 _EVICT_AHEAD = 8
 
 
@@ -68,12 +67,8 @@ class Keeper:
         self.clock = 0
         self.stats = stats
         self.events = events
-        self._eviction = eviction
+        self._queue = EvictionQueue(layout, eviction)
         self._run_operations = run_operations
-        self._heap: list[tuple[float, int, int, _Evictable]] = []
-        self._serial = 0
-        self._checkpoint_bytes = layout.checkpoint_bytes
-        self._block_page_bytes = sum(layout.token_groups[i].page_bytes for i in self.full)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -316,39 +311,18 @@ class Keeper:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def offer(self, item: _Evictable) -> None:
-        """Queue something for eviction, at its present value."""
-        item.stamp += 1
-        self._serial += 1
-        heappush(self._heap, (self._eviction.value(self._facts(item)), self._serial, item.stamp, item))
-        if len(self._heap) > 1024 and self._serial % len(self._heap) == 0:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp and _is_kept(entry[3])]
-            heapify(self._heap)
-
-    def _facts(self, item: _Evictable) -> Candidate:
-        size = self.layout.block_tokens
-        if isinstance(item, Checkpoint):
-            return Candidate(True, item.last_used, item.num_hits, item.position, item.position, self._checkpoint_bytes)
-        blocks = item.num_blocks
-        bytes_ = blocks * self._block_page_bytes
-        return Candidate(False, item.last_used, item.num_hits, item.end * size, blocks * size, bytes_)
+    def offer(self, item: Node | Checkpoint) -> None:
+        """Something may be evicted, or was used."""
+        self._queue.offer(item)
 
     def _evict_least(self, needs: Needs) -> bool:
         """Evict the item of least value, or as much of its end as is needed; False if nothing may go."""
-        heap = self._heap
-        while heap:
-            _, _, stamp, item = heap[0]
-            if stamp != item.stamp or not _is_evictable(item):
-                heappop(heap)
-            elif isinstance(item, Checkpoint):
-                heappop(heap)
-                self._evict_checkpoint(item)
-                return True
-            else:
-                heappop(heap)
-                self._evict_blocks(item, needs)
-                return True
-        return False
+        item = self._queue.pop()
+        if isinstance(item, Checkpoint):
+            self._evict_checkpoint(item)
+        elif item is not None:
+            self._evict_blocks(item, needs)
+        return item is not None
 
     def _evict_checkpoint(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node
@@ -392,16 +366,6 @@ def _drop_holds(more_holds: Counter[int], run: Pages) -> Pages:
         else:
             more_holds.pop(page)
     return freed
-
-
-def _is_kept(item: _Evictable) -> bool:
-    return item.node is not None if isinstance(item, Checkpoint) else not item.dead
-
-
-def _is_evictable(item: _Evictable) -> bool:
-    if isinstance(item, Checkpoint):
-        return item.node is not None and not item.holds
-    return not item.dead and not item.refs and not item.children and item.parent is not None
 
 
 def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:

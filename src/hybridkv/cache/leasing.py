@@ -1,4 +1,4 @@
-"""How a lease takes its place in the index, grows, publishes and leaves: the mechanics behind the verbs."""
+"""How a lease takes its place in the index, leaves it, goes back and forks. Its steps are in `steps`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Pages, make_pages
-from hybridkv.cache.index import Checkpoint, Node, State, Step, common_blocks, null_pages
+from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
 from hybridkv.cache.keeper import Keeper, Needs
-from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
+from hybridkv.cache.lease import Lease
 from hybridkv.cache.resume import Resume, ResumeRule
 
 
@@ -85,9 +85,9 @@ class Leasing:
         lease.named_tables = {
             group.name: table for group, table in zip(groups, lease.tables, strict=True) if table is not None
         }
-        lease.slide_at = self._next_slide(lease.computed)
+        lease.slide_at = self.next_slide(lease.computed)
 
-    def _next_slide(self, position: int) -> float:
+    def next_slide(self, position: int) -> float:
         return min((group.next_slide(position, self.block_tokens) for group in self._local_groups), default=math.inf)
 
     def _node_ending_at(self, key: bytes, path: Sequence[Step], block: int) -> Node:
@@ -138,262 +138,6 @@ class Leasing:
             if not checkpoint.holds and checkpoint.node is not None:
                 self.keeper.offer(checkpoint)
 
-    # --- a step -------------------------------------------------------------------------------------------------------
-
-    def num_table_blocks(self, lease: Lease) -> int:
-        """Blocks the lease has pages for, in every group it uses."""
-        for table in lease.named_tables.values():
-            return len(table)
-        return 0
-
-    def room_for(
-        self, lease: Lease, num_blocks: int, fresh: Sequence[bool], kept: list[int], end: int
-    ) -> list[int] | NoRoom:
-        """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
-        no_room = self.keeper.make_room(self._needs(lease, num_blocks, fresh, sum(p < end for p in kept)))
-        if no_room is None:
-            return kept
-        at_end = [p for p in kept if p == end]
-        if not self.state_groups or len(at_end) == len(kept):
-            return no_room
-        no_room = self.keeper.make_room(self._needs(lease, num_blocks, fresh, 0))
-        if no_room is None:
-            self.keeper.stats.checkpoints_skipped += len(kept) - len(at_end)
-            return at_end
-        return no_room
-
-    def _needs(self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int) -> Needs:
-        needs: Needs = {}
-        if num_blocks:
-            for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
-                if table is not None:
-                    needs[pool] = needs.get(pool, 0) + num_blocks
-        for pool, group, is_fresh in zip(self.keeper.state_pools, self.state_groups, fresh, strict=True):
-            if is_fresh or num_kept:
-                needs[pool] = needs.get(pool, 0) + group.pages_per_state * (is_fresh + num_kept)
-        return needs
-
-    def add_blocks(self, lease: Lease, num_blocks: int) -> None:
-        keeper = self.keeper
-        for group, table in enumerate(lease.tables):
-            if table is None:
-                continue
-            pages = keeper.arena.take(keeper.token_pools[group], num_blocks, lease.slabs)
-            table += pages
-            if lease.tail is not None:
-                keeper.arena.copy(keeper.token_pools[group], lease.tail.tail_pages[group], pages[0])
-
-    def add_segments(
-        self, lease: Lease, start: int, end: int, kept: Sequence[int], fresh: Sequence[bool]
-    ) -> list[list[Segment]]:
-        """Send the step off: a chain of states for each group, one link for each position that is kept."""
-        if not self.state_groups:
-            lease.step = InFlight(start, end, [], False, [Kept(position, []) for position in kept])
-            return []
-        bounds = [p for p in kept if p < end]
-        bounds.append(end)
-        segments, chains = [], []
-        for group, is_fresh in enumerate(fresh):
-            chain = self._chain(lease, group, len(bounds), is_fresh)
-            chains.append(chain)
-            segments.append(self._segments(group, start, bounds, chain))
-        # Each state of a chain has one hold: the last one's is the lease's, all others go to who keeps them.
-        lease.step = InFlight(
-            start,
-            end,
-            old_states=[chain[0] if is_fresh else None for chain, is_fresh in zip(chains, fresh, strict=True)],
-            in_place=False in fresh,
-            kept=[Kept(p, [chain[i] for chain in chains]) for i, p in enumerate(bounds, 1) if p in kept],
-        )
-        lease.states = [chain[-1] for chain in chains]
-        if end in kept:
-            for state in lease.states:
-                assert state is not None
-                state.refs += 1
-        return segments
-
-    def _segments(self, group: int, start: int, bounds: Sequence[int], chain: Sequence[State | None]) -> list[Segment]:
-        segments, src = [], self._state_pages(group, chain[0])
-        for end, state in zip(bounds, chain[1:], strict=True):
-            dst = self._state_pages(group, state)
-            segments.append(Segment(start, end, src, dst))
-            start, src = end, dst
-        return segments
-
-    def decode_segments(self, lease: Lease, start: int, end: int) -> dict[str, list[Segment]]:
-        """The common case of `add_segments`: every state in place, nothing kept."""
-        lease.step = InFlight(start, end, [None] * len(self.state_groups), bool(self.state_groups), [])
-        segments = {}
-        for group, state in zip(self.state_groups, lease.states, strict=True):
-            assert state is not None
-            pages = tuple(state.pages)
-            segments[group.name] = [Segment(start, end, pages, pages)]
-        return segments
-
-    def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
-        """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
-        state = lease.states[group]
-        keeper, pages = self.keeper, self.state_groups[group].pages_per_state
-        chain: list[State | None] = [state] if fresh else [state, state]
-        while len(chain) <= length:
-            chain.append(State(list(keeper.arena.take(keeper.state_pools[group], pages, lease.slabs))))
-        return chain
-
-    def _state_pages(self, group: int, state: State | None) -> tuple[int, ...]:
-        return (NULL_PAGE,) * self.state_groups[group].pages_per_state if state is None else tuple(state.pages)
-
-    def accept(self, lease: Lease, step: InFlight, target: int) -> None:
-        """The step is good up to `target`."""
-        if target == step.end:
-            self.keeper.drop_states(step.old_states)
-        else:
-            stand = self._step_back(lease, step, target)
-            if stand is None:
-                self.drop_kept(step.kept)
-                self.reattach(lease, target)
-                return
-            target = stand
-        lease.computed = target
-        kept_positions = [kept.position for kept in step.kept if kept.position <= target]
-        if target >= lease.slide_at:  # before publishing: most of a long step's blocks are out of sight already
-            self._slide(lease, min(kept_positions, default=target))
-        if target // self.block_tokens > lease.leaf.end:
-            self.publish(lease)
-        for kept in step.kept:
-            if kept.position <= target:
-                self.keeper.add_checkpoint(lease.leaf, Checkpoint(kept.position, kept.states))
-            else:
-                self.keeper.drop_states(kept.states)
-        if lease.keeps and lease.keeps[0] <= target:
-            lease.keeps = [position for position in lease.keeps if position > target]
-        if kept_positions and target >= lease.slide_at:
-            self._slide(lease, target)
-
-    def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
-        """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
-        if not self.state_groups:
-            return target
-        self.keeper.drop_states(lease.states)
-        kept = [k for k in step.kept if k.position <= target]
-        if not kept and not step.in_place:
-            lease.states = step.old_states
-            return step.start
-        self.keeper.drop_states(step.old_states)
-        if not kept:
-            lease.states = [None] * len(self.state_groups)
-            return None
-        lease.states = list(kept[-1].states)
-        for state in lease.states:
-            assert state is not None
-            state.refs += 1
-        return kept[-1].position
-
-    def drop_kept(self, kept: Sequence[Kept]) -> None:
-        for one in kept:
-            self.keeper.drop_states(one.states)
-
-    def drop_step(self, lease: Lease, step: InFlight) -> None:
-        """Forget a step of a lease that is about to end."""
-        self.drop_kept(step.kept)
-        self.keeper.drop_states(step.old_states)
-
-    def fail(self, lease: Lease, step: InFlight) -> None:
-        """Nothing of the step can be used. States that were written in place are lost with it."""
-        self.drop_kept(step.kept)
-        self.keeper.drop_states(lease.states)
-        lease.states = step.old_states
-        if step.in_place:
-            self.keeper.drop_states(lease.states)
-            lease.states = [None] * len(self.state_groups)
-        if lease.poisoned is not None:
-            self.reattach(lease, min(lease.poisoned, step.start))
-        elif step.in_place:
-            self.reattach(lease, step.start)
-
-    # --- publishing ---------------------------------------------------------------------------------------------------
-
-    def publish(self, lease: Lease) -> None:
-        """Move whole computed blocks into the index; where another request was faster, share its pages."""
-        keeper, index, end = self.keeper, self.keeper.index, lease.computed // self.block_tokens
-        leaf = lease.leaf
-        lease.withdraw()
-        while leaf.end < end and leaf.children:
-            start = leaf.end * self.block_bytes
-            child = leaf.children.get(bytes(lease.tokens[start : start + self.block_bytes]))
-            if child is None:
-                break
-            most = min(child.num_blocks, end - leaf.end)
-            same = common_blocks(child.tokens, lease.tokens, start, most, self.block_bytes)
-            if same < child.num_blocks:
-                child = index.split(child, same)
-            self._share(lease, child)
-            leaf = self._move_to(lease, child)
-        if leaf.end < end:
-            first = leaf.end
-            tokens = lease.tokens[first * self.block_bytes : end * self.block_bytes]
-            pages = [table if table is None else table[first:end] for table in lease.tables]
-            node = index.append(leaf, tokens, pages, may_grow=leaf.refs == 1)
-            node.hold_slabs(lease.slabs)
-            keeper.stats.blocks_published += end - first
-            if keeper.events.enabled and not node.dead:
-                keeper.events.stored(node.keys[first - end :])
-            self._move_to(lease, node)
-        self._own_slabs_only(lease)
-        lease.announce(self.block_bytes)
-
-    def _move_to(self, lease: Lease, node: Node) -> Node:
-        old = lease.leaf
-        if node is not old:
-            node.refs += 1
-            lease.leaf = node
-            self.keeper.release_node(old)
-        return node
-
-    def _share(self, lease: Lease, node: Node) -> None:
-        """Use the pages `node` has for blocks the lease computed too, and lend it those it lacks."""
-        keeper, first, last = self.keeper, node.start, node.end
-        keeper.stats.blocks_shared += last - first
-        for group, table in enumerate(lease.tables):
-            if table is None:
-                continue
-            pool, mine = keeper.token_pools[group], table[first:last]
-            theirs = node.pages[group]
-            if theirs is None:
-                theirs = node.pages[group] = null_pages(last - first)
-            if group in keeper.local:
-                pool.more_holds.update(b for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
-            spare = make_pages(a for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
-            keeper.arena.give_back(pool, spare)
-            if len(spare) < len(mine):
-                theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
-                node.hold_slabs(lease.slabs)
-                if group in keeper.local:
-                    theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
-            table[first:last] = theirs
-
-    def _slide(self, lease: Lease, position: int) -> None:
-        """Let go of the blocks that no token from `position` on sees."""
-        keeper, published = self.keeper, lease.leaf.end
-        for group in keeper.local:
-            first, old = keeper.first_visible_block(group, position), lease.local_first[group]
-            if first > old:
-                table = lease.tables[group]
-                assert table is not None
-                keeper.drop_local(lease.leaf, group, old, min(first, published))
-                if first > published:
-                    keeper.arena.give_back(keeper.token_pools[group], table[max(old, published) : first])
-                table[old:first] = null_pages(first - old)
-                lease.local_first[group] = first
-        lease.slide_at = self._next_slide(position)
-
-    def _own_slabs_only(self, lease: Lease) -> None:
-        """After publishing, only the block begun and the states are the lease's own."""
-        end = lease.leaf.end
-        lease.slabs = self.keeper.state_slabs(lease.states)
-        for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
-            if table is not None:
-                lease.slabs.update(pool.slabs[page // pool.pages_per_slab] for page in table[end:])
-
     def keep_end(self, lease: Lease) -> None:
         """Make a checkpoint of where the lease stands, with its states and the block begun."""
         keeper, position = self.keeper, lease.computed
@@ -412,6 +156,17 @@ class Leasing:
             checkpoint.node.hold_slabs(lease.slabs)
             lease.local_first = [block] * len(lease.tables)  # the checkpoint has taken over what the lease saw
 
+    def needs(self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int) -> Needs:
+        needs: Needs = {}
+        if num_blocks:
+            for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
+                if table is not None:
+                    needs[pool] = needs.get(pool, 0) + num_blocks
+        for pool, group, is_fresh in zip(self.keeper.state_pools, self.state_groups, fresh, strict=True):
+            if is_fresh or num_kept:
+                needs[pool] = needs.get(pool, 0) + group.pages_per_state * (is_fresh + num_kept)
+        return needs
+
     # --- forks --------------------------------------------------------------------------------------------------------
 
     def begun_block(self, lease: Lease) -> int | None:
@@ -421,7 +176,7 @@ class Leasing:
 
     def fork_needs(self, lease: Lease, count: int) -> Needs:
         num_blocks = 0 if self.begun_block(lease) is None else count
-        return self._needs(lease, num_blocks, [False] * len(self.state_groups), 0)
+        return self.needs(lease, num_blocks, [False] * len(self.state_groups), 0)
 
     def fork(self, lease: Lease) -> Lease:
         """Another lease at the same place; room for a block begun has been made."""
