@@ -116,9 +116,49 @@ def test_no_room_says_why() -> None:
     refused = sim.cache.extend(lease, 200)
     assert isinstance(refused, NoRoom)
     assert not refused
+    assert refused.never
+    others = [sim.prompt(tokens(8, seed)) for seed in range(1, 3)]
+    refused = sim.cache.extend(lease, 8)
+    assert isinstance(refused, NoRoom)
     assert refused.reason == "nothing left to evict: running requests hold the rest"
-    assert sim.cache.stats.no_room == 1
+    assert sim.cache.stats.no_room == 2
+    for other in others:
+        sim.cache.release(other)
     assert sim.compute(lease, 4)
+    sim.cache.check_integrity()
+
+
+def test_what_can_never_fit_evicts_nothing() -> None:
+    sim = make_sim(num_slabs=12)
+    sim.serve(tokens(12))
+    lease = sim.cache.begin(tokens(400, 1))
+    refused = sim.cache.extend(lease, 400)
+    assert isinstance(refused, NoRoom)
+    assert refused.never
+    assert sim.cache.match(tokens(12)).num_tokens == 8
+
+
+def test_optional_checkpoints_do_not_empty_the_cache() -> None:
+    groups = [CacheGroup("full", Role.FULL, 64), CacheGroup("state", Role.STATE, 1)]
+    sim = Sim(CacheLayout.of(groups, block_tokens=4, num_slabs=40), checkpoint_policy=PromptEndBranchesGrid(None))
+    for seed in range(12):
+        sim.serve(tokens(12, seed))  # 24 states
+    stats, free = sim.cache.stats, len(sim.cache._keeper.arena.free_slabs)
+    lease = sim.cache.begin(tokens(400, 99), breakpoints=list(range(4, 400, 4)))
+    assert sim.compute(lease)
+    assert stats.checkpoints_evicted <= 8
+    kept = free + stats.checkpoints_evicted - 3  # two more slabs of blocks, and the state it works with
+    assert stats.checkpoints_skipped == 99 - kept
+    assert lease.leaf.checkpoints[-1].position == 396
+
+
+def test_a_state_shared_only_with_its_own_checkpoint_can_still_go_on() -> None:
+    groups = [CacheGroup("full", Role.FULL, 8), CacheGroup("state", Role.STATE, 1)]
+    sim = Sim(CacheLayout.of(groups, block_tokens=16, num_slabs=3))
+    lease = sim.cache.begin(tokens(34))
+    assert sim.compute(lease, 32)  # kept there: the one page for states is the checkpoint's too
+    assert sim.compute(lease, 1)
+    assert sim.compute(lease, 1)
     sim.cache.check_integrity()
 
 

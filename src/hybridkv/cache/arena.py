@@ -171,6 +171,10 @@ class Arena:
                 slabs -= (pool.num_free - count) // pool.pages_per_slab
         return slabs <= len(self.free_slabs)
 
+    def could_ever_fit(self, needs: dict[Pool, int]) -> bool:
+        """Whether the whole arena, empty, would hold them."""
+        return sum(-(-count // pool.pages_per_slab) for pool, count in needs.items()) < self.num_slabs
+
     def take(self, pool: Pool, count: int, slabs: set[Slab]) -> Pages:
         """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
         pages = make_pages()

@@ -136,17 +136,16 @@ class Cache:
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
         steps, keeper = self._steps, self._keeper
         kept = [p for p in lease.keeps if p <= end]
-        fresh = [state is None or state.refs > 1 or may_cut for state in lease.states]
         num_blocks = -(-end // self.block_tokens) - steps.num_table_blocks(lease) if lease.named_tables else 0
-        if num_blocks > 0 or kept or True in fresh:
-            room = steps.room_for(lease, max(0, num_blocks), fresh, kept, end)
+        if num_blocks > 0 or kept or True in steps.fresh_states(lease, may_cut):
+            room = steps.room_for(lease, max(0, num_blocks), may_cut, kept, end)
             if isinstance(room, NoRoom):
                 self.stats.no_room += 1
                 return room
             if num_blocks > 0:
                 steps.add_blocks(lease, num_blocks)
             self._leasing.settle_tail(lease)
-            segments = dict(zip(self._state_group, steps.add_segments(lease, start, end, room, fresh), strict=True))
+            segments = dict(zip(self._state_group, steps.add_segments(lease, start, end, room, may_cut), strict=True))
             keeper.run_operations()
         else:
             segments = steps.decode_segments(lease, start, end)

@@ -72,18 +72,22 @@ class Keeper:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def make_room(self, needs: Needs) -> NoRoom | None:
+    def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
         """See to it that `needs` fit: move pages together, evict what is worth least. None: they do."""
         if self.arena.fits(needs):
             return None
-        pins = _Pins(self.in_flight)
+        if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
+            return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
+        pins, num_evicted = _Pins(self.in_flight), 0
         while not self.arena.fits(needs):
             if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
                 self.run_operations()
-            elif not self._evict_least(needs):
+            elif num_evicted == most_evictions or not self._evict_least(needs):
                 return self._no_room(len(pins.refused))
+            else:
+                num_evicted += 1
         # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
-        for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32)):
+        for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32) if most_evictions is None else 0):
             if not self._evict_least(needs):
                 break
         return None

@@ -176,6 +176,9 @@ class NoRoom(NamedTuple):
     wait_for_moves: bool = False
     """Moves are under way: run and acknowledge them, then ask again."""
 
+    never: bool = False
+    """Not even an empty arena would do: refuse the request, or extend it by less at a time."""
+
     def __bool__(self) -> bool:
         return False
 

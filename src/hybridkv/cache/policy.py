@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
     position: int
     """Tokens from the start of the sequence up to its end."""
     num_tokens: int
-    """Tokens that would have to be computed again without it (blocks), or since the checkpoint before it."""
+    """Tokens it stands for: its blocks, or all before the checkpoint."""
     num_bytes: int
 
 

@@ -9,6 +9,9 @@ from hybridkv.cache.index import Checkpoint, Node, State, common_blocks, null_pa
 from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
 from hybridkv.cache.leasing import Leasing
 
+_EVICTIONS_FOR_CHECKPOINTS = 8
+"""What may go for the sake of new checkpoints inside a step; they must not empty the cache."""
+
 
 class Steps:
     """Steps of the leases of one `Leasing`."""
@@ -28,21 +31,27 @@ class Steps:
             return len(table)
         return 0
 
-    def room_for(
-        self, lease: Lease, num_blocks: int, fresh: Sequence[bool], kept: list[int], end: int
-    ) -> list[int] | NoRoom:
+    def fresh_states(self, lease: Lease, may_cut: bool) -> list[bool]:
+        """By state group: whether the step must write to a new page, since others count on the present one."""
+        return [state is None or state.refs > 1 or may_cut for state in lease.states]
+
+    def room_for(self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
-        no_room = self.keeper.make_room(self.leasing.needs(lease, num_blocks, fresh, sum(p < end for p in kept)))
-        if no_room is None:
+        keeper, needs = self.keeper, self.leasing.needs
+        no_room, fresh = None, self.fresh_states(lease, may_cut)
+        while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0))) is not None:
+            before, fresh = fresh, self.fresh_states(lease, may_cut)
+            if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
+                return no_room
+        inside = [position for position in kept if position < end]
+        if not inside or not self.state_groups:
             return kept
-        at_end = [p for p in kept if p == end]
-        if not self.state_groups or len(at_end) == len(kept):
-            return no_room
-        no_room = self.keeper.make_room(self.leasing.needs(lease, num_blocks, fresh, 0))
-        if no_room is None:
-            self.keeper.stats.checkpoints_skipped += len(kept) - len(at_end)
-            return at_end
-        return no_room
+        keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most_evictions=_EVICTIONS_FOR_CHECKPOINTS)
+        num_fit = len(inside)
+        while not keeper.arena.fits(needs(lease, num_blocks, fresh, num_fit)):
+            num_fit -= 1
+        keeper.stats.checkpoints_skipped += len(inside) - num_fit
+        return kept[len(inside) - num_fit :]  # the last ones: most is computed before them
 
     def add_blocks(self, lease: Lease, num_blocks: int) -> None:
         keeper = self.keeper
@@ -55,9 +64,10 @@ class Steps:
                 keeper.arena.copy(keeper.token_pools[group], lease.tail.tail_pages[group], pages[0])
 
     def add_segments(
-        self, lease: Lease, start: int, end: int, kept: Sequence[int], fresh: Sequence[bool]
+        self, lease: Lease, start: int, end: int, kept: Sequence[int], may_cut: bool
     ) -> list[list[Segment]]:
         """Send the step off: a chain of states for each group, one link for each position that is kept."""
+        fresh = self.fresh_states(lease, may_cut)
         if not self.state_groups:
             lease.step = InFlight(start, end, [], False, [Kept(position, []) for position in kept])
             return []
