@@ -38,7 +38,7 @@ test: setup ## All tests but those inside vLLM
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm
 
-# 2,500 caches of 400 verbs each: a million operations, with all checks after each. Hours on one core.
+# 2,500 caches of 400 verbs each: a million operations, with all checks after each. Some 15 minutes on two cores.
 fuzz: setup ## A million random operations on the cache core
 	HYBRIDKV_FUZZ_SEEDS=2500 HYBRIDKV_FUZZ_STEPS=400 $(BIN)/pytest -n auto tests/cache/test_fuzz.py -k seeded
 

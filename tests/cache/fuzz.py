@@ -5,6 +5,7 @@ One engine drives it with two sources of chance: hypothesis (which shrinks) and 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -46,7 +47,39 @@ def random_layout(chance: Chance) -> CacheLayout:
         groups.append(CacheGroup("full0", Role.FULL, 3))
     for i in range(chance.integer(0, 2)):
         groups.append(CacheGroup(f"tap{i}", Role.TAP, 2, pool="taps"))
-    return CacheLayout.of(groups, block_tokens=BLOCK, num_slabs=chance.integer(4, 60))
+    return CacheLayout.of(groups, block_tokens=BLOCK, num_slabs=chance.choice([chance.integer(4, 60), 400]))
+
+
+class Naive:
+    """What must be found as long as nothing was evicted or thrown away: prefixes, as plain tuples of tokens."""
+
+    def __init__(self) -> None:
+        self.blocks: set[tuple[int, ...]] = set()
+        self.ends: set[tuple[int, ...]] = set()
+
+    def computed(self, key: bytes, tokens: bytes | bytearray, position: int) -> None:
+        ids = _ids(key, tokens)
+        self.blocks |= {ids[: 1 + end] for end in range(BLOCK, position + 1, BLOCK)}
+
+    def ended(self, key: bytes, tokens: bytes | bytearray, position: int) -> None:
+        self.ends.add(_ids(key, tokens)[: 1 + position])
+
+    def matched(self, key: bytes, tokens: bytes) -> int:
+        """The longest run of blocks that some request has computed, short of the last token."""
+        ids, n = _ids(key, tokens), 0
+        while n + BLOCK < len(ids) - 1 and ids[: 1 + n + BLOCK] in self.blocks:
+            n += BLOCK
+        return n
+
+    def resumable(self, key: bytes, tokens: bytes) -> int:
+        """The longest prefix that some request stopped at."""
+        ids = _ids(key, tokens)
+        return max((n for n in range(len(ids) - 1) if ids[: 1 + n] in self.ends), default=0)
+
+
+def _ids(key: bytes, tokens: bytes | bytearray) -> tuple[int, ...]:
+    """The tenant, then the tokens."""
+    return (int.from_bytes(key[:7], "little"), *array("i", bytes(tokens)))
 
 
 class Fuzz:
@@ -69,6 +102,7 @@ class Fuzz:
         self.pins: list[Pin] = []
         self.texts: list[list[int]] = [[]]
         self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
+        self.naive: Naive | None = Naive()
         self.num_ops = 0
         self.counts: dict[str, int] = {}
 
@@ -89,6 +123,9 @@ class Fuzz:
         ]
         verb = self.reset if self.chance.integer(1, 200) == 1 else self.chance.choice(verbs)
         verb()
+        stats = self.cache.stats
+        if stats.blocks_evicted or stats.checkpoints_evicted or stats.invalid_pages or self.cache.epoch:
+            self.naive = None  # from now on the tree itself is asked, by brute force
         self.num_ops += 1
         self.counts[verb.__name__] = self.counts.get(verb.__name__, 0) + 1
 
@@ -108,6 +145,11 @@ class Fuzz:
         match = self.cache.match(tokens, salt=salt, taps=taps)
         expected = self.sim.brute_force_resume(pack_tokens(tokens), root_key(salt), taps)
         assert match.num_tokens == expected
+        if self.naive is not None and not taps:
+            key, packed = root_key(salt), pack_tokens(tokens)
+            assert match.num_tokens >= self.naive.resumable(key, packed)
+            if any(group.role is Role.FULL for group in self.layout.token_groups):
+                assert match.matched_tokens == self.naive.matched(key, packed)
         if self.chance.one_in(2):
             self.cache.follow(match)
         breakpoints = [self.chance.integer(1, len(tokens))] if self.chance.one_in(3) else []
@@ -157,6 +199,8 @@ class Fuzz:
             assert lease.computed == before + length or poisoned is not None
         if poisoned is not None:
             assert lease.computed <= poisoned
+        if self.naive is not None:
+            self.naive.computed(lease.root_key, lease.tokens, lease.computed)
         self.idle.append(lease)
 
     def release(self) -> None:
@@ -269,6 +313,8 @@ class Fuzz:
         usable = keep and position and not lease.leaf.dead
         self.idle.remove(lease)
         self.cache.release(lease, keep=keep)
+        if usable and self.naive is not None:
+            self.naive.ended(key, tokens, position)
         if usable and position < len(tokens) // 4 and not lease.taps:
             # Where it stopped, it can go on.
             assert self.sim.brute_force_resume(tokens[: (position + 1) * 4], key) == position
