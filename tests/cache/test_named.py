@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Role
+from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
@@ -510,3 +510,68 @@ def test_arrays_and_lists_of_tokens_are_the_same() -> None:
     cache = sim(FULL)
     cache.serve(tokens(100))
     assert cache.cache.match(np.array(tokens(100), dtype=np.int32)).num_tokens == 96
+
+
+def test_a_pinned_prefix_leads_nobody() -> None:
+    cache = sim(FULL, STATE)
+    cache.serve(tokens(100))
+    cache.cache.pin(tokens(200), 100)
+    assert cache.cache.match(tokens(200)).leader is None
+
+
+def test_an_aborted_leader_leads_nobody_even_in_flight() -> None:
+    cache = sim(FULL, STATE)
+    leader = cache.cache.begin(tokens(200))
+    assert cache.extend(leader, 50) is not None
+    cache.cache.abort(leader)
+    assert cache.cache.match(tokens(200)).leader is None
+    cache.cache.commit(leader)
+    assert not cache.cache.leases
+
+
+def test_forks_keep_the_checkpoints_that_were_wanted() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.cache.begin(tokens(200), breakpoints=[160])
+    assert cache.compute(lease, 100)
+    twins = cache.cache.fork(lease, 1)
+    assert isinstance(twins, list)
+    cache.cache.abort(lease)
+    assert cache.compute(twins[0])
+    cache.cache.abort(twins[0])
+    assert cache.cache.match(tokens(170)).num_tokens == 160
+
+
+def test_a_checkpoint_that_was_held_can_be_evicted_afterwards() -> None:
+    cache = sim(FULL, STATE, num_slabs=9)
+    cache.serve(tokens(20), tokens(6, 1))  # ends inside a block, at 25
+    text = tokens(20) + tokens(6, 1)
+    lease = cache.cache.begin([*text, 1])
+    assert lease.cached_tokens == 25
+    held = lease.tail
+    assert held is not None
+    while cache.cache._keeper._evict_least({}):  # all that may go, goes
+        pass
+    assert held.node is not None
+    cache.cache.abort(lease)
+    while cache.cache._keeper._evict_least({}):
+        pass
+    assert held.node is None
+    assert set(cache.cache.pages_in_use().values()) == {0}
+    assert not cache.cache._keeper.index.roots
+
+
+def test_a_repeat_waits_for_room_without_losing_its_place() -> None:
+    """A lease that resumed and found no room still stands where it resumed."""
+    cache = sim(FULL, STATE, num_slabs=8)
+    cache.serve(tokens(40))
+    lease = cache.cache.begin(tokens(40))
+    hog = cache.prompt(tokens(20, 1))
+    others: list[Lease] = []
+    while (other := cache.cache.begin(tokens(4, 9 + len(others)))) and cache.compute(other):
+        others.append(other)
+    assert cache.extend(lease, 8) is None
+    assert lease.computed == lease.cached_tokens == 32
+    cache.cache.check_integrity()
+    for one in (hog, *others):
+        cache.cache.release(one, keep=False)
+    assert cache.compute(lease)
