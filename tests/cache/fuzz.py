@@ -142,6 +142,7 @@ class Fuzz:
         tokens = self._prompt()
         salt = self.chance.choice(["", "", "", "x"])
         taps = [tap for tap in self.taps if self.chance.one_in(3)]
+        self.cache._expire_pins()  # as begin will: what only a pin held is gone then
         match = self.cache.match(tokens, salt=salt, taps=taps)
         expected = self.sim.brute_force_resume(pack_tokens(tokens), root_key(salt), taps)
         assert match.num_tokens == expected
@@ -162,13 +163,20 @@ class Fuzz:
         if lease is None:
             return
         if lease.computed == lease.num_tokens:
-            lease.tokens += pack_tokens([self.chance.integer(0, 1)])
+            lease.append([self.chance.integer(0, 1)])
         count = self.chance.integer(1, min(12, lease.num_tokens - lease.computed))
-        may_cut = self.chance.one_in(3)
-        if self.sim.extend(lease, count, may_cut=may_cut) is not None:
+        may_cut, drafts = self.chance.one_in(3), []
+        if self.chance.one_in(4):
+            drafts = [self.chance.integer(0, 1) for _ in range(self.chance.integer(1, 4))]
+            count = lease.num_tokens - lease.computed + len(drafts)
+        known = lease.num_tokens
+        if self.sim.extend(lease, count, may_cut=may_cut, drafts=drafts) is not None:
             self.idle.remove(lease)
-            self.flying.append((lease, may_cut))
-        elif not self.flying and self.chance.one_in(2):
+            self.flying.append((lease, may_cut or bool(drafts)))
+            return
+        assert lease.num_tokens == known
+        count = min(count, lease.num_tokens - lease.computed)
+        if not self.flying and self.chance.one_in(2):
             self.sim.acknowledge_all()
             if self.sim.extend(lease, count) is None:  # preempt the youngest
                 self._let_go(self.idle[-1])
@@ -185,10 +193,11 @@ class Fuzz:
         if lease.aborted:
             self.cache.commit(lease, failed=self.chance.one_in(2))
             return
-        before, poisoned = lease.computed, lease.poisoned
-        if self.chance.one_in(6):
-            self.cache.commit(lease, failed=True)
+        before, poisoned, known = lease.computed, lease.poisoned, lease.step.num_known
+        if self.chance.one_in(6) or poisoned is not None:
+            self.cache.commit(lease, sampled=[1], failed=poisoned is None)
             assert lease.computed <= before
+            assert lease.num_tokens == known, "a token from a step that does not count"
         elif may_cut or (not self.layout.state_groups and self.chance.one_in(4)) or self.chance.one_in(20):
             accepted = self.chance.integer(0, length)
             self.cache.commit(lease, accepted)
@@ -260,19 +269,26 @@ class Fuzz:
         self.sim.run_operations()
         for slot, value in list(slots.items()):
             slots[slot] = Value(value.prefix, tainted=True)
+        if self.chance.one_in(3) and len(self.idle) < 8:
+            twins = self.cache.fork(lease, 1)
+            if not isinstance(twins, NoRoom):
+                self.sim.run_operations()
+                self.idle += twins
         # Other pages may be let go of by a commit: then nobody could be told any more.
         published = self.sim.groups[name].role in (Role.FULL, Role.TAP) and any(
             table is not None and page in table[: lease.leaf.end] for table in lease.tables
         )
         for user in [lease, *self.idle]:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
-                if self.sim.extend(user, 1, may_cut=True) is None:
+                most = min(9, user.num_tokens - user.computed) if not published else 1
+                count, may_cut = self.chance.integer(1, most), published or self.chance.one_in(2)
+                if self.sim.extend(user, count, may_cut=may_cut) is None:
                     continue
                 if published and self.chance.one_in(2):
                     self.cache.commit(user)
                 else:
                     self.idle.remove(user)
-                    self.flying.append((user, True))
+                    self.flying.append((user, may_cut))
         self.cache.invalidate({name: [where()]})  # it may have moved
         self.counts["spoiled"] = self.counts.get("spoiled", 0) + 1
 

@@ -141,7 +141,7 @@ def test_windows_release_what_they_no_longer_see() -> None:
     assert cache.cache.pages_in_use()["window64"] <= 5 + 4 + 1
     for token in tokens(200, 1):
         assert cache.compute(lease) if lease.computed < lease.num_tokens else True
-        lease.tokens += token.to_bytes(4, "little")
+        lease.append([token])
     cache.cache.release(lease, keep=False)
     cache.cache.check_integrity()
     assert cache.cache.pages_in_use()["window64"] == 4
@@ -239,7 +239,7 @@ def test_fork_shares_all_but_the_block_begun(mix: list[CacheGroup]) -> None:
         assert after[group.pool_name] == before[group.pool_name]
     for seed, one in enumerate([lease, *twins]):
         for token in tokens(30, seed):
-            one.tokens += token.to_bytes(4, "little")
+            one.append([token])
             assert cache.compute(one)
         cache.cache.check_integrity()
     for one in [lease, *twins]:
@@ -270,7 +270,7 @@ def test_reset_begins_a_new_epoch() -> None:
     cache.cache.reset()
     cache.cache.check_integrity()
     assert cache.cache.match(tokens(100)).num_tokens == 0
-    running.tokens += bytes(4)
+    running.append([0])
     assert cache.compute(running)
     cache.cache.release(running)
     cache.cache.check_integrity()
@@ -281,8 +281,7 @@ def test_reset_begins_a_new_epoch() -> None:
 def test_state_depth_is_kv_depth_when_a_step_is_cut_back() -> None:
     cache = sim(FULL, STATE, window(24))
     lease = cache.prompt(tokens(50))
-    lease.tokens += bytes(4 * 8)
-    assert cache.extend(lease, 8, may_cut=True) is not None
+    assert cache.extend(lease, 8, drafts=[0] * 8) is not None
     assert cache.cache.commit(lease, 3) == 50  # no state at 53: the three are fed again
     assert lease.num_tokens == 53
     cache.cache.check_integrity()
@@ -295,9 +294,9 @@ def test_state_depth_is_kv_depth_when_a_step_is_cut_back() -> None:
 def test_full_attention_takes_what_was_accepted() -> None:
     cache = sim(FULL, window(24))
     lease = cache.prompt(tokens(50))
-    lease.tokens += bytes(4 * 8)
-    assert cache.extend(lease, 8) is not None
-    assert cache.cache.commit(lease, 3) == 53
+    assert cache.extend(lease, 8, drafts=[0] * 8) is not None
+    assert cache.cache.commit(lease, 3, sampled=[5]) == 53
+    assert lease.num_tokens == 54
     cache.cache.release(lease)
     cache.cache.check_integrity()
 
@@ -305,7 +304,7 @@ def test_full_attention_takes_what_was_accepted() -> None:
 def test_a_failed_step_in_place_goes_back_to_the_last_kept_state() -> None:
     cache = sim(FULL, STATE)
     lease = cache.prompt(tokens(100))
-    lease.tokens += bytes(8)
+    lease.append([0, 0])
     assert cache.compute(lease, 1)
     assert cache.extend(lease, 1) is not None
     assert cache.cache.commit(lease, failed=True) == 96
@@ -575,3 +574,173 @@ def test_a_repeat_waits_for_room_without_losing_its_place() -> None:
     for one in (hog, *others):
         cache.cache.release(one, keep=False)
     assert cache.compute(lease)
+
+
+def test_an_invalid_state_that_a_step_writes_over_and_keeps_is_noticed() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.cache.begin(tokens(64))
+    assert cache.compute(lease, 20)
+    state = lease.states[0]
+    assert state is not None
+    assert cache.extend(lease, 44) is not None  # [20, 48) in place, kept there; [48, 64) in a new page
+    cache.cache.invalidate({"state": state.pages})
+    assert cache.cache.commit(lease, sampled=[7]) == 0
+    assert lease.num_tokens == 64
+    assert cache.cache.match(tokens(64)).matched_tokens == 16
+    cache.cache.check_integrity()
+
+
+def test_what_a_bad_or_failed_step_sampled_is_forgotten() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.prompt(tokens(50))
+    assert cache.extend(lease, 4, drafts=[1, 2, 3, 4]) is not None
+    assert cache.cache.commit(lease, sampled=[5], failed=True) == 50
+    assert lease.num_tokens == 50
+    table = lease.tables[0]
+    assert table is not None
+    lease.append([9])
+    assert cache.extend(lease, 1, may_cut=True) is not None
+    cache.cache.invalidate({"full": [table[0]]})
+    assert cache.cache.commit(lease, sampled=[777]) == 0
+    assert lease.num_tokens == 51
+
+
+def test_a_fork_of_a_bad_block_is_bad() -> None:
+    cache = sim(FULL, STATE, window(40))
+    lease = cache.prompt(tokens(50), breakpoints=[32])
+    for name in ("full", "window40"):
+        twins = cache.cache.fork(lease, 1)
+        assert isinstance(twins, list)
+        table = lease.tables[cache.cache._token_group[name]]
+        assert table is not None
+        moved = cache.cache.invalidate({name: [table[3]]})
+        assert moved[lease.id] == moved[twins[0].id] == 48
+        cache.cache.check_integrity()
+        assert cache.compute(lease)
+
+
+def test_a_bad_page_that_holds_nothing_yet_costs_nothing() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.prompt(tokens(48))
+    lease.append([1])
+    assert cache.extend(lease, 1, may_cut=True) is not None
+    table = lease.tables[0]
+    assert table is not None
+    cache.cache.invalidate({"full": [table[3]]})
+    assert cache.cache.commit(lease) == 48
+    assert len(table) == 3
+    assert cache.extend(lease, 1, may_cut=True) is not None
+    cache.cache.commit(lease, failed=True)
+    cache.cache.invalidate({"full": [table[3]]})
+    assert (lease.computed, len(table)) == (48, 3)
+    cache.cache.check_integrity()
+    assert cache.compute(lease)
+
+
+def test_checkpoints_are_kept_again_after_a_rollback() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.prompt(tokens(100))
+    table = lease.tables[0]
+    assert table is not None
+    cache.cache.invalidate({"full": [table[0]]})
+    assert (lease.computed, lease.cached_tokens) == (0, 0)
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    assert cache.serve(tokens(100)) == 96
+
+
+def test_a_pin_that_lost_its_prefix_leads_nobody_and_says_so() -> None:
+    cache = sim(FULL, STATE)
+    cache.serve(tokens(100), breakpoints=[32])
+    pin = cache.cache.pin(tokens(100), 60)
+    table = pin.lease.tables[0]
+    assert table is not None
+    assert pin.num_tokens == 100
+    cache.cache.invalidate({"full": [table[4]]})
+    assert pin.num_tokens == 32
+    assert cache.cache.match(tokens(100)).leader is None
+    cache.cache.check_integrity()
+    while cache.cache._keeper._evict_least({}):
+        pass
+    assert cache.cache.match(tokens(100)).num_tokens == 32
+
+
+def test_expired_pins_make_room() -> None:
+    now = [0.0]
+    cache = sim(FULL, STATE, num_slabs=4, clock=lambda: now[0])
+    cache.serve(tokens(33))
+    cache.cache.pin(tokens(33), 5)
+    lease = cache.cache.begin(tokens(120, 1))
+    assert cache.extend(lease, 100) is None
+    now[0] = 6
+    assert cache.extend(lease, 100) is not None
+
+
+def test_tables_are_the_callers_to_keep() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.cache.begin(tokens(200))
+    step = cache.extend(lease, 10)
+    assert step is not None
+    view = np.asarray(step.tables["full"])
+    cache.cache.commit(lease)
+    assert cache.compute(lease)
+    assert len(view) == 1
+    cache.cache.check_integrity()
+
+
+def test_events_tell_what_an_invalid_page_and_a_reset_removed() -> None:
+    cache = sim(FULL, STATE, event_limit=99)
+    cache.serve(tokens(100))
+    stored = [key for event in cache.cache.take_events() for key in event.keys]
+    (root,) = cache.cache._keeper.index.roots.values()
+    (node,) = root.children.values()
+    assert node.pages[0] is not None
+    cache.cache.invalidate({"full": [node.pages[0][4]], "state": [0, -1]})
+    assert [key for event in cache.cache.take_events() for key in event.keys] == stored[4:]
+    cache.cache.reset()
+    assert [key for event in cache.cache.take_events() for key in event.keys] == stored[:4]
+
+
+def test_a_follower_does_not_wait_for_a_checkpoint_that_will_not_be() -> None:
+    cache = sim(FULL, STATE)
+    shared = tokens(100)
+    leader = cache.cache.begin(shared + tokens(100, 1))
+    assert cache.extend(leader, 200) is not None
+    assert not cache.cache.follow(cache.cache.match(shared + tokens(100, 2)))
+    only_full = sim(FULL)
+    leader = only_full.cache.begin(shared + tokens(100, 1))
+    assert only_full.extend(leader, 200) is not None
+    assert only_full.cache.follow(only_full.cache.match(shared + tokens(100, 2)))
+
+
+def test_the_books_do_not_grow_with_the_number_of_requests() -> None:
+    cache = sim(FULL, STATE, num_slabs=200)
+    cache.serve(tokens(40))
+    for number in range(3000):
+        cache.cache.abort(cache.cache.begin(tokens(40), salt=str(number % 3)))
+    keeper = cache.cache._keeper
+    assert len(keeper._queue._heap) < 2100
+    assert len(keeper.index.roots) == 1
+
+
+def test_two_invalidations_in_flight_go_back_to_the_earlier() -> None:
+    cache = sim(FULL, STATE)
+    cache.serve(tokens(200), breakpoints=[32, 96])
+    lease = cache.cache.begin(tokens(200))
+    assert cache.extend(lease, 5) is not None
+    table = lease.tables[0]
+    assert table is not None
+    cache.cache.invalidate({"full": [table[4]]})
+    cache.cache.invalidate({"full": [table[8]]})
+    assert cache.cache.commit(lease) == 32
+
+
+def test_layouts_that_make_no_sense_are_refused() -> None:
+    for groups, reason in (
+        ([FULL, FULL], "same name"),
+        ([CacheGroup("a", Role.TAP, 4, pool="p"), CacheGroup("b", Role.TAP, 5, pool="p")], "one pool"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            CacheLayout.of(groups, block_tokens=16, num_slabs=4)
+    with pytest.raises(PlanError, match="at least 2"):
+        CacheLayout.of([FULL], block_tokens=16, num_slabs=1)

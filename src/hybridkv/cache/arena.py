@@ -103,7 +103,13 @@ class Slab:
         self._prune_at = 16
 
     @property
+    def is_owned(self) -> bool:
+        """Whether its pool still has it."""
+        return self.pool.slabs.get(self.index) is self
+
+    @property
     def num_used(self) -> int:
+        """Pages that are not free: held, or waiting for an operation."""
         return self.pool.pages_per_slab - len(self.free)
 
     def used_pages(self) -> Pages:

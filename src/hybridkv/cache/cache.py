@@ -45,12 +45,16 @@ class CacheError(HybridKVError):
 class Pin:
     """A prefix that must stay until a time."""
 
-    __slots__ = ("expires_at", "lease", "num_tokens")
+    __slots__ = ("expires_at", "lease")
 
-    def __init__(self, lease: Lease, num_tokens: int, expires_at: float) -> None:
+    def __init__(self, lease: Lease, expires_at: float) -> None:
         self.lease = lease
-        self.num_tokens = num_tokens
         self.expires_at = expires_at
+
+    @property
+    def num_tokens(self) -> int:
+        """How much of the prefix is kept; less after some of it turned out invalid."""
+        return self.lease.computed
 
 
 class Cache:
@@ -96,10 +100,11 @@ class Cache:
 
     def follow(self, match: Match) -> bool:
         """Whether to wait for the leader of a match; if so, it leaves a checkpoint where the two part."""
-        if match.leader is None or match.leader.released or match.leader_tokens <= match.num_tokens:
+        leader = match.leader
+        if leader is None or leader.released or leader.aborted or match.leader_tokens <= match.num_tokens:
             return False
-        match.leader.keep_at(match.leader_tokens)
-        return True
+        needs_checkpoint = bool(self.layout.state_groups or self._keeper.local)
+        return leader.keep_at(match.leader_tokens) if needs_checkpoint else True
 
     # --- the life of a request ----------------------------------------------------------------------------------------
 
@@ -125,15 +130,31 @@ class Cache:
         self._count_request(lease, resume)
         return lease
 
-    def extend(self, lease: Lease, num_tokens: int, *, may_cut: bool = False) -> StepTables | NoRoom:
+    def extend(
+        self, lease: Lease, num_tokens: int, *, drafts: TokenIds = (), may_cut: bool = False
+    ) -> StepTables | NoRoom:
         """Pages for the next `num_tokens` tokens, or why there is no room; all or nothing.
 
-        `may_cut`: the step may be accepted in part (speculation), so no state is written in place.
+        `drafts`: guesses for the last of them, known only if the step accepts them. `may_cut`: the step may be accepted
+        in part, so no state is written in place; with drafts it always may.
         """
         self._check_idle(lease)
+        self._expire_pins()
+        num_known = lease.num_tokens
+        if len(drafts):
+            lease.append(drafts)
+            may_cut = True
         start, end = lease.computed, lease.computed + num_tokens
-        if num_tokens < 1 or end > lease.num_tokens:
-            raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
+        try:
+            if num_tokens < 1 or end > lease.num_tokens:
+                raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
+            step = self._send_off(lease, start, end, num_known, may_cut)
+        finally:
+            if lease.step is None:
+                lease.forget_after(num_known)
+        return step
+
+    def _send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
         steps, keeper = self._steps, self._keeper
         kept = [p for p in lease.keeps if p <= end]
         num_blocks = -(-end // self.block_tokens) - steps.num_table_blocks(lease) if lease.named_tables else 0
@@ -145,41 +166,45 @@ class Cache:
             if num_blocks > 0:
                 steps.add_blocks(lease, num_blocks)
             self._leasing.settle_tail(lease)
-            segments = dict(zip(self._state_group, steps.add_segments(lease, start, end, room, may_cut), strict=True))
+            chains = steps.add_segments(lease, start, end, num_known, room, may_cut)
+            segments = dict(zip(self._state_group, chains, strict=True))
+            keeper.in_flight[lease.id] = lease
             keeper.run_operations()
         else:
-            segments = steps.decode_segments(lease, start, end)
-        keeper.in_flight[lease.id] = lease
-        return StepTables(start, end, self.block_tokens, lease.named_tables, segments)
+            segments = steps.decode_segments(lease, start, end, num_known)
+            keeper.in_flight[lease.id] = lease
+        tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
+        return StepTables(start, end, self.block_tokens, tables, segments)
 
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
     ) -> int:
         """The step is done: publish its whole blocks and checkpoints. Returns how many tokens are computed now.
 
-        `num_accepted`: fewer than extended if the step was cut back; sampled tokens after them are forgotten. `sampled`
-        are appended to what is known. `failed`: nothing of the step can be used.
+        `num_accepted`: fewer than extended if the step was cut back; drafts after them are forgotten. `sampled` are
+        appended to what is known. `failed`: nothing of the step can be used. If so, or if a page it read was
+        invalidated meanwhile, drafts and `sampled` are dropped, and no more tokens are computed than before.
         """
         step = lease.step
         if step is None:
             raise CacheError("nothing to commit: the lease has no step in flight")
+        packed = pack_tokens(sampled)
         accepted = step.end - step.start if num_accepted is None else num_accepted
         if not 0 <= accepted <= step.end - step.start:
             raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
         del self._keeper.in_flight[lease.id]
         lease.step = None
         if lease.aborted:
-            self._steps.drop_step(lease, step)
+            self._steps.drop_step(step)
             self._leasing.detach(lease)
             return 0
         if failed or lease.poisoned is not None:
+            lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
-        else:
-            if accepted < step.end - step.start:
-                del lease.tokens[max(step.start + accepted, lease.prompt_tokens) * TOKEN_BYTES :]
-            self._steps.accept(lease, step, step.start + accepted)
-        if len(sampled):
-            lease.tokens += pack_tokens(sampled)
+            return lease.computed
+        lease.forget_after(max(step.start + accepted, step.num_known))
+        self._steps.accept(lease, step, step.start + accepted)
+        lease.tokens += packed
         return lease.computed
 
     def release(self, lease: Lease, *, keep: bool = True) -> None:
@@ -228,7 +253,7 @@ class Cache:
         at or before its first invalid one. Returns the new positions of those leases by id; a lease with a step in
         flight goes back when that is committed, whatever it says.
         """
-        bad = {name: set(numbers) - {NULL_PAGE} for name, numbers in pages.items()}
+        bad = {name: {page for page in numbers if page > NULL_PAGE} for name, numbers in pages.items()}
         for name in bad:
             if name not in self._token_group and name not in self._state_group:
                 raise CacheError(f"no group {name!r}: the cache has {[*self._token_group, *self._state_group]}")
@@ -249,6 +274,8 @@ class Cache:
                 continue
             if lease.in_flight:
                 lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
+            elif position >= lease.computed:
+                self._leasing.trim(lease)
             else:
                 self._leasing.reattach(lease, position)
                 moved[lease.id] = lease.computed
@@ -270,13 +297,10 @@ class Cache:
         """Keep what the index has of a prefix for some time; `num_tokens` of the result says how much that is."""
         packed = pack_tokens(tokens)
         lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, ())
+        lease.is_pin = True
         path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens, ())
         self._leasing.attach(lease, path, resume)
-        lease.withdraw()
-        if resume.checkpoint is not None and lease.tail is None:
-            resume.checkpoint.holds += 1
-            lease.tail = resume.checkpoint
-        pin = Pin(lease, resume.position, self._clock() + ttl_seconds)
+        pin = Pin(lease, self._clock() + ttl_seconds)
         self._pins.append(pin)
         return pin
 
@@ -292,7 +316,10 @@ class Cache:
 
     def acknowledge(self, batch_id: int) -> None:
         """A batch of operations is done."""
-        self._keeper.arena.acknowledge(batch_id)
+        try:
+            self._keeper.arena.acknowledge(batch_id)
+        except KeyError as error:
+            raise CacheError(str(error.args[0])) from None
 
     def take_events(self) -> list[Event]:
         return self._events.take()
@@ -352,7 +379,8 @@ class Cache:
             lease.prompt_tokens, resume.position, resume.matched_tokens, tuple(breakpoints), self.block_tokens
         )
         wanted = {int(p) // self.block_tokens * self.block_tokens for p in self._checkpoints.positions(facts)}
-        lease.keeps = sorted(p for p in wanted if lease.computed < p <= lease.prompt_tokens)
+        lease.wanted = {position for position in wanted if 0 < position <= lease.prompt_tokens}
+        lease.plan_keeps()
 
     def _count_request(self, lease: Lease, resume: Resume) -> None:
         missed = lease.prompt_tokens - resume.position

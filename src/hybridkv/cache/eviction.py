@@ -19,15 +19,17 @@ class EvictionQueue:
         self._block_bytes = sum(group.page_bytes for group in layout.token_groups if group.role is Role.FULL)
         self._heap: list[tuple[float, int, int, Node | Checkpoint]] = []
         self._serial = 0
+        self._prune_at = 1024
 
     def offer(self, item: Node | Checkpoint) -> None:
         """Queue an item at its present value; earlier offers of it no longer count."""
         item.stamp += 1
         self._serial += 1
         heappush(self._heap, (self._policy.value(self._facts(item)), self._serial, item.stamp, item))
-        if len(self._heap) > 1024 and self._serial % len(self._heap) == 0:
+        if len(self._heap) > self._prune_at:
             self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp and _exists(entry[3])]
             heapify(self._heap)
+            self._prune_at = max(1024, 2 * len(self._heap))
 
     def pop(self) -> Node | Checkpoint | None:
         """The item of least value that may be evicted now; those that may not are offered again when they may."""

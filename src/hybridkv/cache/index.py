@@ -153,7 +153,8 @@ class Node:
 
     def hold_slabs(self, slabs: set[Slab]) -> None:
         for slab in slabs - self.slabs:
-            slab.add_holder(self)
+            if slab.is_owned:
+                slab.add_holder(self)
 
 
 _position = attrgetter("position")

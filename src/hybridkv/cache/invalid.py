@@ -22,19 +22,36 @@ class Invalid:
         self.states = states
 
     def first_bad_position(self, lease: Lease) -> int | None:
-        """The first position of a lease that is invalid or derived from something invalid."""
-        positions = [*self._in_tables(lease), *self._in_path(lease)]
-        states = [lease.states] if lease.step is None else [lease.states, lease.step.old_states]
-        if any(self._has_bad_state(some) for some in states) or (lease.tail and self._is_bad(lease.tail)):
-            positions.append(lease.computed)
-        return min(positions, default=None)
+        """The first position of a lease that is invalid or derived from something invalid.
+
+        From `lease.computed` on it concerns pages only that nothing has been computed into yet.
+        """
+        return min([*self._in_tables(lease), *self._in_path(lease), *self._in_states(lease)], default=None)
 
     def _in_tables(self, lease: Lease) -> Iterator[int]:
+        size = self.keeper.layout.block_tokens
         for group, bad in self.tokens.items():
             table = lease.tables[group]
             block = None if table is None else first_index(table, bad)
             if block is not None:
-                yield block * self.keeper.layout.block_tokens
+                yield block * size
+        if any(page in self.tokens.get(group, ()) for group, page in lease.copied):
+            yield lease.leaf.end * size
+
+    def _in_states(self, lease: Lease) -> Iterator[int]:
+        """A bad state at a position means that it must be computed from before that position."""
+        before = max(0, lease.computed - 1)
+        if lease.tail is not None and self._is_bad(lease.tail):
+            yield before
+        if lease.step is None:
+            if self._has_bad_state(lease.states):
+                yield before
+            return
+        written_over = lease.step.in_place and any(self._has_bad_state(kept.states) for kept in lease.step.kept)
+        if written_over or self._has_bad_state(lease.step.old_states):
+            yield before
+        elif self._has_bad_state(lease.states) or any(self._has_bad_state(kept.states) for kept in lease.step.kept):
+            yield before if lease.step.in_place else lease.step.start
 
     def _in_path(self, lease: Lease) -> Iterator[int]:
         """Windows the lease has left behind, and checkpoints on its way: it may be derived from them."""

@@ -123,6 +123,7 @@ class Keeper:
             if slab in lease.slabs or any(slab in node.slabs for node in lease.leaf.path()):
                 _relocate(lease.tables, tokens, moved)
                 _relocate_states(lease.states, states, moved)
+                lease.copied = [(group, moved.get(p, p) if group in tokens else p) for group, p in lease.copied]
                 lease.slabs |= targets
 
     # --- pages held one by one ----------------------------------------------------------------------------------------
@@ -276,6 +277,8 @@ class Keeper:
             node.parent.refs += 1  # leases below still count on the path above: see _remove
         below = list(node.subtree())
         for dead in below:
+            if self.events.enabled and dead.num_blocks and not dead.dead:
+                self.events.removed(dead.keys)
             dead.dead = True
         for dead in reversed(below):
             if not dead.refs and not dead.children:

@@ -80,6 +80,12 @@ class CacheLayout:
         states = tuple(group for group in groups if group.role is Role.STATE)
         if not tokens and not states:
             raise PlanError("a cache without groups has nothing to keep: pass the groups of a plan")
+        if num_slabs < 2:
+            raise PlanError(f"{num_slabs} slabs: slab 0 is the null slab, so there must be at least 2")
+        if len({group.name for group in groups}) < len(groups):
+            raise PlanError(f"two groups have the same name: {sorted(group.name for group in groups)}")
+        if len({(g.pool_name, g.pages_per_slab) for g in groups}) > len({g.pool_name for g in groups}):
+            raise PlanError("groups of one pool must have the same number of pages in a slab")
         return cls(block_tokens, num_slabs, tuple(tokens), states, kv_bytes_per_token)
 
     @classmethod

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.cache.arena import Pages, Slab, make_pages
 from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 
 class Segment(NamedTuple):
@@ -32,7 +31,7 @@ class StepTables(NamedTuple):
     end: int
     block_tokens: int
     tables: dict[str, Pages]
-    """By token group: the page of each block up to `end`. The null page: a block the group no longer sees."""
+    """By token group: the page of each block, at least up to `end`. The null page: a block it no longer sees."""
     segments: dict[str, list[Segment]]
     """By state group: the step's tokens in order."""
 
@@ -65,6 +64,8 @@ class InFlight:
 
     start: int
     end: int
+    num_known: int
+    """Tokens known without the step's drafts."""
     old_states: list[State | None]
     """The states at `start`, one hold each; None for those written in place."""
     in_place: bool
@@ -81,7 +82,9 @@ class Lease:
         "aborted",
         "cached_tokens",
         "computed",
+        "copied",
         "id",
+        "is_pin",
         "keeps",
         "leaf",
         "local_first",
@@ -98,6 +101,7 @@ class Lease:
         "tail",
         "taps",
         "tokens",
+        "wanted",
     )
 
     leaf: Node
@@ -125,8 +129,14 @@ class Lease:
         """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""
         self.tail: Checkpoint | None = None
         """The checkpoint inside a block that this lease resumes from, until its tail has been copied."""
+        self.wanted: set[int] = set()
+        """Positions where a checkpoint is wanted."""
         self.keeps: list[int] = []
-        """Positions ahead where a checkpoint is wanted."""
+        """Those of them that lie ahead, in order."""
+        self.copied: list[tuple[int, int]] = []
+        """(token group, page) that the block begun was copied from: if that turns out bad, so is the copy."""
+        self.is_pin = False
+        """It only keeps a prefix in place and computes nothing."""
         self.step: InFlight | None = None
         self.slabs: set[Slab] = set()
         self.poisoned: int | None = None
@@ -144,17 +154,31 @@ class Lease:
     def in_flight(self) -> bool:
         return self.step is not None
 
-    def keep_at(self, position: int) -> None:
-        """Ask for a checkpoint at `position`, if it still lies ahead."""
+    def append(self, tokens: TokenIds) -> None:
+        """More tokens are known: a forced continuation, a tool's answer. Sampled ones come with `commit`."""
+        self.tokens += pack_tokens(tokens)
+
+    def forget_after(self, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens are known after all."""
+        del self.tokens[num_tokens * TOKEN_BYTES :]
+
+    def keep_at(self, position: int) -> bool:
+        """Ask for a checkpoint at `position`; False if it is too late for that."""
         ahead = self.step.end if self.step else self.computed
-        if position > ahead and position not in self.keeps:
-            insort(self.keeps, position)
+        if position > ahead:
+            self.wanted.add(position)
+            self.plan_keeps()
+        return position in self.keeps
+
+    def plan_keeps(self) -> None:
+        """Where to keep checkpoints from here on."""
+        self.keeps = sorted(position for position in self.wanted if position > self.computed)
 
     def announce(self, block_bytes: int) -> None:
         """Say in the index which block comes next, so that others with the same prefix can wait for it."""
         self.withdraw()
         start = self.leaf.end * block_bytes
-        if start + block_bytes <= self.prompt_tokens * TOKEN_BYTES:
+        if not self.is_pin and start + block_bytes <= self.prompt_tokens * TOKEN_BYTES:
             block = bytes(self.tokens[start : start + block_bytes])
             self._computing = (self.leaf, block)
             self.leaf.computing.setdefault(block, self)

@@ -10,6 +10,7 @@ from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
 from hybridkv.cache.keeper import Keeper, Needs
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.resume import Resume, ResumeRule
+from hybridkv.cache.tokens import TOKEN_BYTES
 
 
 class Leasing:
@@ -76,7 +77,7 @@ class Leasing:
             state.refs += 1
             lease.states[group] = state
         lease.slabs |= self.keeper.state_slabs(checkpoint.states)
-        if checkpoint.tail_tokens:
+        if checkpoint.tail_tokens or lease.is_pin:
             lease.tail = checkpoint
             checkpoint.holds += 1
 
@@ -106,7 +107,7 @@ class Leasing:
             if group in keeper.local:
                 keeper.drop_local(lease.leaf, group, lease.local_first[group], end)
             keeper.arena.give_back(keeper.token_pools[group], table[end:])
-        lease.tables, lease.named_tables = [], {}
+        lease.tables, lease.named_tables, lease.copied = [], {}, []
         keeper.drop_states(lease.states)
         lease.states = []
         lease.slabs = set()
@@ -124,11 +125,22 @@ class Leasing:
         before = lease.computed
         self.let_go(lease)
         lease.poisoned = None
-        path, resume = self.find(lease.root_key, lease.tokens, min(limit, lease.num_tokens - 1), lease.taps)
+        last = lease.num_tokens if lease.is_pin else lease.num_tokens - 1
+        path, resume = self.find(lease.root_key, lease.tokens, min(limit, last), lease.taps)
         self.attach(lease, path, resume)
+        lease.cached_tokens = min(lease.cached_tokens, lease.computed)
+        lease.plan_keeps()
         stats = self.keeper.stats
         stats.rollbacks += 1
         stats.rolled_back_tokens += max(0, before - lease.computed)
+
+    def trim(self, lease: Lease) -> None:
+        """Give back the blocks that nothing has been computed into."""
+        keep = -(-lease.computed // self.block_tokens)
+        for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
+            if table is not None and len(table) > keep:
+                self.keeper.arena.give_back(pool, table[keep:])
+                del table[keep:]
 
     def settle_tail(self, lease: Lease) -> None:
         """The lease no longer counts on the checkpoint it came from."""
@@ -147,7 +159,7 @@ class Leasing:
             return
         tail_tokens, tail_pages = b"", None
         if begun:
-            tail_tokens = bytes(lease.tokens[block * self.block_bytes : position * 4])
+            tail_tokens = bytes(lease.tokens[block * self.block_bytes : position * TOKEN_BYTES])
             tail_pages = [NULL_PAGE if table is None else table.pop(block) for table in lease.tables]
         checkpoint = Checkpoint(position, lease.states, tail_tokens, tail_pages)
         lease.states = [None] * len(self.state_groups)
@@ -185,7 +197,7 @@ class Leasing:
         twin.prompt_tokens, twin.cached_tokens = lease.prompt_tokens, lease.cached_tokens
         twin.leaf, twin.computed, twin.local_first = lease.leaf, lease.computed, list(lease.local_first)
         twin.leaf.refs += 1
-        twin.keeps = list(lease.keeps)
+        twin.wanted, twin.keeps = set(lease.wanted), list(lease.keeps)
         twin.tables = [table if table is None else table[:end] for table in lease.tables]
         self._name_tables(twin)
         for group in keeper.local:
@@ -198,6 +210,7 @@ class Leasing:
         twin.tail = lease.tail
         if twin.tail is not None:
             twin.tail.holds += 1
+        twin.copied = list(lease.copied)
         if begun is not None:
             self._copy_begun_block(lease, twin, begun)
         keeper.leases[twin.id] = twin
@@ -211,6 +224,8 @@ class Leasing:
                 (page,) = arena.take(pool, 1, twin.slabs)
                 arena.copy(pool, mine[block], page)
                 theirs.append(page)
+                twin.copied.append((group, mine[block]))
+                twin.slabs.add(pool.slabs[mine[block] // pool.pages_per_slab])
 
 
 def first_index(pages: Pages, wanted: set[int]) -> int | None:

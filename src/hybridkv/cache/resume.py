@@ -46,7 +46,6 @@ class ResumeRule:
         self.block_tokens = layout.block_tokens
         self.has_states = bool(layout.state_groups)
         self.local = [(i, group) for i, group in enumerate(layout.token_groups) if group.role is Role.LOCAL]
-        self.full = [i for i, group in enumerate(layout.token_groups) if group.role is Role.FULL]
 
     def find(self, path: Sequence[Step], tokens: bytes | bytearray, limit: int, taps: Sequence[int]) -> Resume:
         """The largest n <= `limit` for a request that uses the tapped layers `taps` (indices of token groups)."""
@@ -109,7 +108,8 @@ class ResumeRule:
         block = last.node.start + last.num_blocks
         why: Missing | None = None
         for index in taps:
-            while (hole := _last_hole(path, index, 0, block)) != NO_HOLE:
+            hole = _first_hole(path, index, block)
+            if hole != NO_HOLE:
                 block, why = hole, Missing.TAP
         settled = False
         while not settled:
@@ -117,7 +117,9 @@ class ResumeRule:
             for index, group in self.local:
                 hole = _last_hole(path, index, self._first_block(group, block * self.block_tokens), block)
                 if hole != NO_HOLE:
-                    block, why, settled = hole, Missing.WINDOW, False
+                    # In a window every boundary among the holes lacks one; a chunk may begin there and need none.
+                    block = hole if group.window is None else _start_of_holes(path, index, hole)
+                    why, settled = Missing.WINDOW, False
         return block, why
 
     def _first_block(self, group: CacheGroup, position: int) -> int:
@@ -141,3 +143,23 @@ def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:
             return last - 1 - run.index(NULL_PAGE)
         last = low
     return NO_HOLE
+
+
+def _first_hole(path: Sequence[Step], group: int, last: int) -> int:
+    """The first block before `last` that has no page in `group`; NO_HOLE if all have one."""
+    for node, num_blocks in path:
+        pages, count = node.pages[group], min(num_blocks, last - node.start)
+        if count > 0 and (pages is None or NULL_PAGE in pages[:count]):
+            return node.start + (0 if pages is None else pages.index(NULL_PAGE))
+    return NO_HOLE
+
+
+def _start_of_holes(path: Sequence[Step], group: int, hole: int) -> int:
+    """Where the run of blocks without pages begins that `hole` is in, as far as its node goes."""
+    node = next(step.node for step in reversed(path) if step.node.start <= hole)
+    pages = node.pages[group]
+    if pages is None:
+        return node.start
+    while hole > node.start and pages[hole - 1 - node.start] == NULL_PAGE:
+        hole -= 1
+    return hole

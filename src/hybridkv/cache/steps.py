@@ -61,15 +61,21 @@ class Steps:
             pages = keeper.arena.take(keeper.token_pools[group], num_blocks, lease.slabs)
             table += pages
             if lease.tail is not None:
-                keeper.arena.copy(keeper.token_pools[group], lease.tail.tail_pages[group], pages[0])
+                self._copy_tail(lease, group, lease.tail.tail_pages[group], pages[0])
+
+    def _copy_tail(self, lease: Lease, group: int, tail_page: int, page: int) -> None:
+        pool = self.keeper.token_pools[group]
+        self.keeper.arena.copy(pool, tail_page, page)
+        lease.copied.append((group, tail_page))
+        lease.slabs.add(pool.slabs[tail_page // pool.pages_per_slab])
 
     def add_segments(
-        self, lease: Lease, start: int, end: int, kept: Sequence[int], may_cut: bool
+        self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
     ) -> list[list[Segment]]:
         """Send the step off: a chain of states for each group, one link for each position that is kept."""
         fresh = self.fresh_states(lease, may_cut)
         if not self.state_groups:
-            lease.step = InFlight(start, end, [], False, [Kept(position, []) for position in kept])
+            lease.step = InFlight(start, end, num_known, [], False, [Kept(position, []) for position in kept])
             return []
         bounds = [p for p in kept if p < end]
         bounds.append(end)
@@ -82,6 +88,7 @@ class Steps:
         lease.step = InFlight(
             start,
             end,
+            num_known,
             old_states=[chain[0] if is_fresh else None for chain, is_fresh in zip(chains, fresh, strict=True)],
             in_place=False in fresh,
             kept=[Kept(p, [chain[i] for chain in chains]) for i, p in enumerate(bounds, 1) if p in kept],
@@ -101,9 +108,9 @@ class Steps:
             start, src = end, dst
         return segments
 
-    def decode_segments(self, lease: Lease, start: int, end: int) -> dict[str, list[Segment]]:
+    def decode_segments(self, lease: Lease, start: int, end: int, num_known: int) -> dict[str, list[Segment]]:
         """The common case of `add_segments`: every state in place, nothing kept."""
-        lease.step = InFlight(start, end, [None] * len(self.state_groups), bool(self.state_groups), [])
+        lease.step = InFlight(start, end, num_known, [None] * len(self.state_groups), bool(self.state_groups), [])
         segments = {}
         for group, state in zip(self.state_groups, lease.states, strict=True):
             assert state is not None
@@ -175,7 +182,7 @@ class Steps:
         for one in kept:
             self.keeper.drop_states(one.states)
 
-    def drop_step(self, lease: Lease, step: InFlight) -> None:
+    def drop_step(self, step: InFlight) -> None:
         """Forget a step of a lease that is about to end."""
         self.drop_kept(step.kept)
         self.keeper.drop_states(step.old_states)
@@ -188,10 +195,12 @@ class Steps:
         if step.in_place:
             self.keeper.drop_states(lease.states)
             lease.states = [None] * len(self.state_groups)
-        if lease.poisoned is not None:
-            self.leasing.reattach(lease, min(lease.poisoned, step.start))
-        elif step.in_place:
-            self.leasing.reattach(lease, step.start)
+        bad = lease.poisoned
+        if step.in_place or (bad is not None and bad < step.start):
+            self.leasing.reattach(lease, step.start if bad is None else min(bad, step.start))
+        elif bad is not None:
+            self.leasing.trim(lease)
+        lease.poisoned = None
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +230,7 @@ class Steps:
             if keeper.events.enabled and not node.dead:
                 keeper.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
+        lease.copied = []
         self._own_slabs_only(lease)
         lease.announce(self.block_bytes)
 

@@ -25,8 +25,8 @@ def pack_tokens(tokens: TokenIds) -> bytes:
             raise HybridKVError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
         return bytes(tokens)
     if isinstance(tokens, np.ndarray):
-        if tokens.dtype != np.dtype("<i4"):
-            raise HybridKVError(f"tokens of dtype {tokens.dtype}: convert them to int32")
+        if tokens.dtype != np.dtype("<i4") or tokens.ndim != 1:
+            raise HybridKVError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
     packer = _structs.get(count)
