@@ -139,29 +139,29 @@ class Cache:
         in part, so no state is written in place; with drafts it always may.
         """
         self._check_idle(lease)
-        self._expire_pins()
+        if self._pins:
+            self._expire_pins()
         num_known = lease.num_tokens
         if len(drafts):
             lease.append(drafts)
             may_cut = True
         start, end = lease.computed, lease.computed + num_tokens
-        try:
-            if num_tokens < 1 or end > lease.num_tokens:
-                raise CacheError(f"cannot extend by {num_tokens}: {start} of {lease.num_tokens} tokens are computed")
-            step = self._send_off(lease, start, end, num_known, may_cut)
-        finally:
-            if lease.step is None:
-                lease.forget_after(num_known)
+        if num_tokens < 1 or end > lease.num_tokens:
+            lease.forget_after(num_known)
+            raise CacheError(f"cannot extend by {num_tokens}: {start} of {num_known} tokens are computed")
+        step = self._send_off(lease, start, end, num_known, may_cut)
+        if isinstance(step, NoRoom):
+            self.stats.no_room += 1
+            lease.forget_after(num_known)
         return step
 
     def _send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
         steps, keeper = self._steps, self._keeper
-        kept = [p for p in lease.keeps if p <= end]
+        kept = [p for p in lease.keeps if p <= end] if lease.keeps else lease.keeps
         num_blocks = -(-end // self.block_tokens) - steps.num_table_blocks(lease) if lease.named_tables else 0
-        if num_blocks > 0 or kept or True in steps.fresh_states(lease, may_cut):
+        if num_blocks > 0 or kept or (lease.states and True in steps.fresh_states(lease, may_cut)):
             room = steps.room_for(lease, max(0, num_blocks), may_cut, kept, end)
             if isinstance(room, NoRoom):
-                self.stats.no_room += 1
                 return room
             if num_blocks > 0:
                 steps.add_blocks(lease, num_blocks)
@@ -188,7 +188,7 @@ class Cache:
         step = lease.step
         if step is None:
             raise CacheError("nothing to commit: the lease has no step in flight")
-        packed = pack_tokens(sampled)
+        packed = pack_tokens(sampled) if len(sampled) else b""
         accepted = step.end - step.start if num_accepted is None else num_accepted
         if not 0 <= accepted <= step.end - step.start:
             raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
@@ -202,7 +202,8 @@ class Cache:
             lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
             return lease.computed
-        lease.forget_after(max(step.start + accepted, step.num_known))
+        if num_accepted is not None:
+            lease.forget_after(max(step.start + accepted, step.num_known))
         self._steps.accept(lease, step, step.start + accepted)
         lease.tokens += packed
         return lease.computed

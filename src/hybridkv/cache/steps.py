@@ -135,7 +135,8 @@ class Steps:
     def accept(self, lease: Lease, step: InFlight, target: int) -> None:
         """The step is good up to `target`."""
         if target == step.end:
-            self.keeper.drop_states(step.old_states)
+            if step.old_states:
+                self.keeper.drop_states(step.old_states)
         else:
             stand = self._step_back(lease, step, target)
             if stand is None:
@@ -144,7 +145,7 @@ class Steps:
                 return
             target = stand
         lease.computed = target
-        kept_positions = [kept.position for kept in step.kept if kept.position <= target]
+        kept_positions = [kept.position for kept in step.kept if kept.position <= target] if step.kept else []
         if target >= lease.slide_at:  # before publishing: most of a long step's blocks are out of sight already
             self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:

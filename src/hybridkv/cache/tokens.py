@@ -29,6 +29,8 @@ def pack_tokens(tokens: TokenIds) -> bytes:
             raise HybridKVError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
+    if count == 1 and type(tokens[0]) is int and 0 <= tokens[0] < 2**31:  # what decoding samples
+        return tokens[0].to_bytes(TOKEN_BYTES, "little")
     packer = _structs.get(count)
     if packer is None:
         if len(_structs) > 4096:
