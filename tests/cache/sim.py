@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from hybridkv.cache import NULL_PAGE, Cache, CacheLayout, CopyPage, Lease, NoRoom, Operation, Role, StepTables
+from hybridkv.cache import NULL_PAGE, Cache, CacheLayout, CopyPage, Lease, NoRoom, Operation, Role, StepTables, ZeroPage
 from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.tokens import TOKEN_BYTES
 
@@ -45,6 +45,8 @@ class Memory:
         for operation in operations:
             if isinstance(operation, CopyPage):
                 self.slots[operation.pool, operation.dst] = dict(self.page(operation.pool, operation.src))
+            elif isinstance(operation, ZeroPage):
+                self.slots.pop((operation.pool, operation.page), None)
             else:
                 first = operation.slab * per_slab[operation.pool]
                 for page in range(first, first + per_slab[operation.pool]):

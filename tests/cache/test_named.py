@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role
+from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role, ZeroPage
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
@@ -744,3 +744,19 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
             CacheLayout.of(groups, block_tokens=16, num_slabs=4)
     with pytest.raises(PlanError, match="at least 2"):
         CacheLayout.of([FULL], block_tokens=16, num_slabs=1)
+
+
+def test_invalid_pages_are_cleared_before_anyone_has_them_again() -> None:
+    cache = sim(FULL, STATE, at_once=False)
+    lease = cache.prompt(tokens(50))
+    cache.acknowledge_all()
+    table = lease.tables[0]
+    assert table is not None
+    bad = table[1]
+    cache.cache.invalidate({"full": [bad], "state": [10**6]})
+    batch = cache.cache.take_operations()
+    assert batch is not None
+    assert batch.operations == (ZeroPage("full", bad),)
+    assert bad not in cache.cache._keeper.arena.pools["full"].slabs[bad // 8].free
+    cache.cache.acknowledge(batch.id)
+    cache.cache.check_integrity()

@@ -1,6 +1,6 @@
 """The cache core: arena, index, leases and policies. Pure Python, no torch."""
 
-from hybridkv.cache.arena import NULL_PAGE, CopyPage, Operation, OperationBatch, ZeroSlab
+from hybridkv.cache.arena import NULL_PAGE, CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.cache import Cache, CacheError, Pin
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
@@ -29,5 +29,6 @@ __all__ = [
     "Role",
     "Segment",
     "StepTables",
+    "ZeroPage",
     "ZeroSlab",
 ]

@@ -60,7 +60,14 @@ class ZeroSlab(NamedTuple):
     slab: int
 
 
-Operation = CopyPage | ZeroSlab
+class ZeroPage(NamedTuple):
+    """Clear a page whose content turned out wrong."""
+
+    pool: str
+    page: int
+
+
+Operation = CopyPage | ZeroSlab | ZeroPage
 
 
 class OperationBatch(NamedTuple):
@@ -245,6 +252,12 @@ class Arena:
         busy = tuple((pool.name, page) for page in (src, dst, *also_busy))
         self._pending.append(_Pending(CopyPage(pool.name, src, dst), busy))
         self._busy.update(busy)
+
+    def clear(self, pool: Pool, page: int) -> None:
+        """Have a page that may hold anything cleared before the next step."""
+        if page // pool.pages_per_slab in pool.slabs:
+            self._pending.append(_Pending(ZeroPage(pool.name, page), ((pool.name, page),)))
+            self._busy[pool.name, page] += 1
 
     def take_operations(self) -> OperationBatch | None:
         """What the memory layer must do, in this order, before it runs the next step; None if there is nothing."""

@@ -265,10 +265,10 @@ class Cache:
             {index: bad[name] for name, index in self._state_group.items() if bad.get(name)},
         )
         first_bad = {lease: invalid.first_bad_position(lease) for lease in self.leases}
-        for root in list(self._keeper.index.roots.values()):
-            for node in list(root.subtree()):
-                if not node.dead:
-                    invalid.cut_out(node)
+        invalid.clear_pages()
+        for node in self._keeper.all_nodes():
+            if not node.gone:
+                invalid.cut_out(node)
         moved = {}
         for lease, position in first_bad.items():
             if position is None:
@@ -280,6 +280,7 @@ class Cache:
             else:
                 self._leasing.reattach(lease, position)
                 moved[lease.id] = lease.computed
+        self._keeper.run_operations()
         return moved
 
     def reset(self) -> None:

@@ -19,7 +19,8 @@ class _Recount:
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.size = keeper.layout.block_tokens
-        self.nodes = self._all_nodes()
+        self.nodes = keeper.all_nodes()
+        assert not any(node.dead for root in keeper.index.roots.values() for node in root.subtree())
         self.owned: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
         """Pages with one owner."""
         self.local: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
@@ -48,16 +49,6 @@ class _Recount:
             assert all(count == 1 for count in self.listed[name].values()), name
         held = {name: self.owned[name] + self.local[name] for name in self.owned}
         self.keeper.arena.check_integrity(held)
-
-    def _all_nodes(self) -> set[Node]:
-        nodes = {node for root in self.keeper.index.roots.values() for node in root.subtree()}
-        assert not any(node.dead for node in nodes)
-        for lease in self.keeper.leases.values():
-            for node in lease.leaf.path():
-                nodes.add(node)
-                if node.dead:
-                    nodes.update(node.subtree())
-        return nodes
 
     def _node(self, node: Node) -> None:
         keeper = self.keeper

@@ -63,6 +63,13 @@ class Invalid:
                 if checkpoint.position <= lease.computed and self._is_bad(checkpoint):
                     yield checkpoint.position
 
+    def clear_pages(self) -> None:
+        """Whoever has these pages next must not find what a failed load left there."""
+        for pools, by_group in ((self.keeper.token_pools, self.tokens), (self.keeper.state_pools, self.states)):
+            for group, bad in by_group.items():
+                for page in bad:
+                    self.keeper.arena.clear(pools[group], page)
+
     def cut_out(self, node: Node) -> None:
         """Take what is invalid, and all after it, out of the index."""
         size = self.keeper.layout.block_tokens

@@ -270,9 +270,19 @@ class Keeper:
         if node is not None and node.parent is None and not node.refs:
             self.index.drop_empty_root(node)
 
+    def all_nodes(self) -> set[Node]:
+        """Nodes that can be found, and dead ones that leases are still on."""
+        nodes = {node for root in self.index.roots.values() for node in root.subtree()}
+        for lease in self.leases.values():
+            for node in lease.leaf.path():
+                nodes.add(node)
+                if node.dead:
+                    nodes.update(node.subtree())
+        return nodes
+
     def kill(self, node: Node) -> None:
         """A node and all below it are no longer found; their pages go when no lease is left on them."""
-        if node.parent is not None and not node.dead:
+        if node.parent is not None and node.parent.children.get(node.first) is node:
             self.index.unlink(node)
             node.parent.refs += 1  # leases below still count on the path above: see _remove
         below = list(node.subtree())
