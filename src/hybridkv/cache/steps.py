@@ -38,13 +38,15 @@ class Steps:
     def room_for(self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
         keeper, needs = self.keeper, self.leasing.needs
-        no_room, fresh = None, self.fresh_states(lease, may_cut)
+        fresh = self.fresh_states(lease, may_cut)
+        inside = [position for position in kept if position < end] if self.state_groups else []
+        if keeper.arena.fits(needs(lease, num_blocks, fresh, len(inside))):
+            return kept
         while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0))) is not None:
             before, fresh = fresh, self.fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
                 return no_room
-        inside = [position for position in kept if position < end]
-        if not inside or not self.state_groups:
+        if not inside:
             return kept
         keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most_evictions=_EVICTIONS_FOR_CHECKPOINTS)
         num_fit = len(inside)

@@ -1,0 +1,9 @@
+"""Hypothesis profiles: the same examples in every run, unless HYPOTHESIS_PROFILE=explore asks for new ones."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
