@@ -146,6 +146,9 @@ class Pool:
         self.more_holds: Counter[int] = Counter()
         """Holds beyond the first: pages of local groups may be shared one by one."""
 
+    def slab_of(self, page: int) -> Slab:
+        return self.slabs[page // self.pages_per_slab]
+
     def file(self, slab: Slab) -> None:
         """File a slab anew after its number of free pages changed."""
         self.by_free[slab.free_class].pop(slab, None)
@@ -219,7 +222,7 @@ class Arena:
             pages = self._keep_busy_back(pool, pages)
         pool.num_free += len(pages)
         for run in _runs_by_slab(pages, pool.pages_per_slab):
-            slab = pool.slabs[run[0] // pool.pages_per_slab]
+            slab = pool.slab_of(run[0])
             slab.free.extend(run)
             self._settle(slab)
 
@@ -287,7 +290,7 @@ class Arena:
         for page in pages:
             if (pool.name, page) in self._busy:
                 self._limbo.add((pool.name, page))
-                pool.slabs[page // pool.pages_per_slab].limbo += 1
+                pool.slab_of(page).limbo += 1
             else:
                 idle.append(page)
         return idle
@@ -299,7 +302,7 @@ class Arena:
             del self._busy[key]
             if key in self._limbo:
                 self._limbo.remove(key)
-                pool.slabs[page // pool.pages_per_slab].limbo -= 1
+                pool.slab_of(page).limbo -= 1
                 self.give_back(pool, [page])
 
     # --- compaction ---------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class _Recount:
             present = [page for page in pages or () if page != NULL_PAGE]
             assert pages is None or len(pages) == node.num_blocks
             assert group not in keeper.full or len(present) == node.num_blocks
-            assert all(pool.slabs[page // pool.pages_per_slab] in node.slabs for page in present)
+            assert all(pool.slab_of(page) in node.slabs for page in present)
             if group in keeper.local:
                 self.listed[pool.name].update(present)
             else:
@@ -83,7 +83,7 @@ class _Recount:
         for pool, page in zip(self.keeper.token_pools, checkpoint.tail_pages, strict=False):
             if page != NULL_PAGE:
                 self.owned[pool.name][page] += 1
-                assert pool.slabs[page // pool.pages_per_slab] in node.slabs
+                assert pool.slab_of(page) in node.slabs
         for group in self.keeper.local:
             first = self.keeper.first_visible_block(group, checkpoint.position)
             self._hold_path(node, group, first, block)
@@ -103,7 +103,7 @@ class _Recount:
                 continue
             pool = self.keeper.token_pools[group]
             path = make_pages(page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ())
-            assert all(pool.slabs[page // pool.pages_per_slab] in lease.slabs for page in table[end:])
+            assert all(pool.slab_of(page) in lease.slabs for page in table[end:])
             if group in self.keeper.local:
                 first = lease.local_first[group]
                 assert set(table[:first]) <= {NULL_PAGE}

@@ -109,7 +109,7 @@ class Keeper:
         pool = slab.pool
         tokens = [i for i, candidate in enumerate(self.token_pools) if candidate is pool]
         states = [i for i, candidate in enumerate(self.state_pools) if candidate is pool]
-        targets = {pool.slabs[page // pool.pages_per_slab] for page in moved.values()}
+        targets = {pool.slab_of(page) for page in moved.values()}
         for node in slab.holders:
             assert isinstance(node, Node)
             _relocate(node.pages, tokens, moved)
@@ -185,7 +185,7 @@ class Keeper:
 
     def state_slabs(self, states: Sequence[State | None]) -> set[Slab]:
         return {
-            pool.slabs[page // pool.pages_per_slab]
+            pool.slab_of(page)
             for pool, state in zip(self.state_pools, states, strict=True)
             if state is not None
             for page in state.pages
@@ -199,9 +199,10 @@ class Keeper:
         It takes over a hold of each state and, with `has_local`, of each page its local groups see.
         """
         block = checkpoint.position // self.layout.block_tokens
-        node = leaf.at_block(block - 1) if block else leaf.at_block(0)
-        while block == 0 and node.parent is not None:
-            node = node.parent
+        if block:
+            node = leaf.at_block(block - 1)
+        else:
+            *_, node = leaf.path()
         twin = node.checkpoint_at(checkpoint.position, checkpoint.tail_tokens)
         if twin is not None and None not in twin.states:
             self.drop_states(checkpoint.states)

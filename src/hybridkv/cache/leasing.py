@@ -225,7 +225,7 @@ class Leasing:
                 arena.copy(pool, mine[block], page)
                 theirs.append(page)
                 twin.copied.append((group, mine[block]))
-                twin.slabs.add(pool.slabs[mine[block] // pool.pages_per_slab])
+                twin.slabs.add(pool.slab_of(mine[block]))
 
 
 def first_index(pages: Pages, wanted: set[int]) -> int | None:

@@ -69,7 +69,7 @@ class Steps:
         pool = self.keeper.token_pools[group]
         self.keeper.arena.copy(pool, tail_page, page)
         lease.copied.append((group, tail_page))
-        lease.slabs.add(pool.slabs[tail_page // pool.pages_per_slab])
+        lease.slabs.add(pool.slab_of(tail_page))
 
     def add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
@@ -288,4 +288,4 @@ class Steps:
         lease.slabs = self.keeper.state_slabs(lease.states)
         for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
             if table is not None:
-                lease.slabs.update(pool.slabs[page // pool.pages_per_slab] for page in table[end:])
+                lease.slabs.update(pool.slab_of(page) for page in table[end:])
