@@ -31,10 +31,13 @@ blocks a group has no page for: out of the window, or never tapped."""
 
 
 def _runs_by_slab(pages: Sequence[int], per_slab: int) -> Iterator[Sequence[int]]:
-    """The pages of each slab; many of them are sorted with numpy."""
+    """The pages of each slab. They often lie in one; else many are sorted best with numpy."""
     if len(pages) <= 4:
         for page in pages:
             yield (page,)
+        return
+    if min(pages) // per_slab == max(pages) // per_slab:
+        yield pages
         return
     numbers = np.sort(np.frombuffer(pages if isinstance(pages, array) else make_pages(pages), dtype=np.intc))
     cuts = np.flatnonzero(np.diff(numbers // per_slab)) + 1
