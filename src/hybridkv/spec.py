@@ -5,6 +5,7 @@ Pure data: no config formats, no addresses, no torch. `models` makes these, `pla
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 from math import gcd, prod
@@ -110,7 +111,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(ABC):
     """What decoder layer `layer` keeps. One decoder layer may have two specs (attention and state)."""
 
     kind: ClassVar[str]
@@ -119,22 +120,22 @@ class LayerSpec:
     parts: tuple[Part, ...]
 
     @property
+    @abstractmethod
     def group(self) -> str:
         """The group this layer belongs to: layers that share one page table."""
-        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts: per token for token kinds, of one whole state for `LinearState`."""
         return sum(part.nbytes for part in self.parts)
 
+    @abstractmethod
     def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
         """The most blocks (or states) one request of `num_tokens` holds at once, wherever its blocks begin."""
-        raise NotImplementedError
 
+    @abstractmethod
     def checkpoint_blocks(self, block_tokens: int) -> int:
         """Blocks (or states) a checkpoint on a block boundary must keep besides full-attention KV."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

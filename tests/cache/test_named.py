@@ -430,7 +430,8 @@ def test_recycled_pages_never_show_old_content(mix: list[CacheGroup]) -> None:
     """Every read of every step is checked by the simulation; here pages are recycled as hard as can be."""
     cache = sim(*mix, num_slabs=40)
     for seed in range(60):
-        cache.serve(tokens(20 + seed % 90, seed % 7), tokens(seed % 5, seed))
+        length = 20 + seed % 90
+        assert cache.serve(tokens(length, seed % 7), tokens(seed % 5, seed)) < length
 
 
 def test_events_tell_what_was_stored_and_removed() -> None:

@@ -8,11 +8,11 @@ holders. Eviction, compaction and the removal of what nobody needs live here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
 from hybridkv.cache.eviction import EvictionQueue
-from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
+from hybridkv.cache.index import Checkpoint, Index, Node, State
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
 from hybridkv.cache.policy import EvictionPolicy
@@ -133,45 +133,26 @@ class Keeper:
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
         """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""
-        more_holds = self.token_pools[group].more_holds
-        found: list[Pages] = []
-        node = leaf
-        while last > first:
-            node = node.at_block(last - 1)
-            pages = node.pages[group]
-            assert pages is not None
-            low = max(first, node.start)
-            run = pages[low - node.start : last - node.start]
+        more_holds, held = self.token_pools[group].more_holds, make_pages()
+        for _, pages, start, end in _runs_upwards(leaf, group, first, last):
+            run = pages[start:end]
             more_holds.update(run)
-            found.append(run)
-            last = low
-        held = make_pages()
-        for run in reversed(found):
-            held += run
+            held = run + held
         return held
 
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
         """One hold less; pages nobody holds leave the node and go back."""
         pool = self.token_pools[group]
-        node = leaf
-        while last > first:
-            node = node.at_block(last - 1)
-            pages = node.pages[group]
-            assert pages is not None
-            low = max(first, node.start)
-            run = pages[low - node.start : last - node.start]
+        for node, pages, start, end in _runs_upwards(leaf, group, first, last):
+            run = pages[start:end]
             freed = _drop_holds(pool.more_holds, run)
-            if len(freed) == len(run):
-                pages[low - node.start : last - node.start] = null_pages(len(run))
-            elif freed:
-                gone = set(freed)
-                left = make_pages(NULL_PAGE if page in gone else page for page in run)
-                pages[low - node.start : last - node.start] = left
-            if freed:
-                self.arena.give_back(pool, freed)
-                if pages.count(NULL_PAGE) == len(pages):
-                    node.pages[group] = None
-            last = low
+            if not freed:
+                continue
+            gone = set(freed)
+            pages[start:end] = make_pages(NULL_PAGE if page in gone else page for page in run)
+            self.arena.give_back(pool, freed)
+            if pages.count(NULL_PAGE) == len(pages):
+                node.pages[group] = None
 
     def drop_state(self, group: int, state: State | None) -> None:
         if state is not None:
@@ -364,6 +345,18 @@ class Keeper:
         elif parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             self.tidy(parent)
+
+
+def _runs_upwards(leaf: Node, group: int, first: int, last: int) -> Iterator[tuple[Node, Pages, int, int]]:
+    """Blocks [first, last) of the path to `leaf`, node by node from its end: the node's pages, and which of them."""
+    node = leaf
+    while last > first:
+        node = node.at_block(last - 1)
+        pages = node.pages[group]
+        assert pages is not None
+        low = max(first, node.start)
+        yield node, pages, low - node.start, last - node.start
+        last = low
 
 
 def _drop_holds(more_holds: Counter[int], run: Pages) -> Pages:
