@@ -87,8 +87,9 @@ class Ours:
         groups = [CacheGroup("full", Role.FULL, STATE_PAGES, page_bytes=BLOCK)]
         groups += [CacheGroup(f"window{w}", Role.LOCAL, STATE_PAGES, page_bytes=BLOCK, window=w) for w in setup.windows]
         slabs = (concurrency + 2 + FAMILIES) * blocks // STATE_PAGES + 4
-        if setup.windows:
-            slabs += len(setup.windows) * (concurrency + 2 + 2 * FAMILIES) * blocks // STATE_PAGES
+        for window in setup.windows:  # what leases and checkpoints see, and the blocks of one prefill
+            seen = (concurrency + 2 + FAMILIES) * -(-window // BLOCK)
+            slabs += (seen + int(blocks * (1 - SHARED))) // STATE_PAGES + 1
         if setup.states:
             groups.append(CacheGroup("state", Role.STATE, 1, page_bytes=STATE_PAGES * BLOCK))
             slabs += 3 * (concurrency + 2) + 2 * FAMILIES

@@ -230,3 +230,51 @@ def test_tables_survive_a_round_trip() -> None:
     sim.cache.commit(lease)
     sim.cache.check_integrity()
     assert not sim.cache.leases
+
+
+def test_a_memory_layer_that_fails_is_asked_again_before_any_other_step() -> None:
+    """The tail of a resumed request must be copied, however often that has failed; its drafts are forgotten."""
+    groups = [CacheGroup("full", Role.FULL, 4), CacheGroup("state", Role.STATE, 1)]
+    sim = Sim(CacheLayout.of(groups, block_tokens=4, num_slabs=40))
+    sim.serve(tokens(10), tokens(4, 1))  # ends inside a block, at 13
+    text = tokens(10) + tokens(4, 1)
+    lease = sim.cache.begin([*text, 1])
+    assert lease.cached_tokens == 13
+    keeper, working = sim.cache._keeper, sim.memory.run
+
+    def broken(operations: object) -> None:
+        raise OSError("no memory layer")
+
+    keeper._run_operations = broken
+    with pytest.raises(OSError, match="no memory layer"):
+        sim.cache.extend(lease, 4, drafts=[7, 7])
+    assert lease.in_flight
+    assert sim.cache.commit(lease, failed=True) == 13
+    assert lease.num_tokens == 15
+    keeper._run_operations = working
+    assert sim.compute(lease)  # the simulation would see a tail that was not copied
+    sim.cache.check_integrity()
+    assert not keeper.arena._busy
+
+
+def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> None:
+    sim, b, c, _ = scattered()
+    assert sim.compute(b, 1)
+    assert sim.compute(c, 1)  # both are inside a block now: their next step needs no room
+    late = sim.cache.begin(tokens(2, 50))
+    before = list(b.tables[0] or ())
+    keeper, working = sim.cache._keeper, sim.memory.run
+
+    def broken(operations: object) -> None:
+        raise OSError("no memory layer")
+
+    keeper._run_operations = broken
+    with pytest.raises(OSError, match="no memory layer"):
+        sim.cache.extend(late, 4, drafts=[7, 7])
+    assert not late.in_flight
+    assert late.num_tokens == 2
+    assert list(b.tables[0] or ()) != before  # in the books it has moved, in memory not yet
+    keeper._run_operations = working
+    for lease, count in ((b, 1), (c, 1), (late, 2)):
+        assert sim.compute(lease, count)
+    sim.cache.check_integrity()

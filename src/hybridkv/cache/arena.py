@@ -275,6 +275,10 @@ class Arena:
         self._pending = []
         return batch
 
+    def take_back(self, batch_id: int) -> None:
+        """A batch that could not be run: its operations come first in the next one. Running one twice does no harm."""
+        self._pending = self._batches.pop(batch_id) + self._pending
+
     def acknowledge(self, batch_id: int) -> None:
         """The operations of a batch are done: pages they touched may be reused. Batches may come in any order."""
         if batch_id not in self._batches:

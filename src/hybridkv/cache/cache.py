@@ -149,7 +149,12 @@ class Cache:
         if num_tokens < 1 or end > lease.num_tokens:
             lease.forget_after(num_known)
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {num_known} tokens are computed")
-        step = self._send_off(lease, start, end, num_known, may_cut)
+        try:
+            step = self._send_off(lease, start, end, num_known, may_cut)
+        except BaseException:  # the memory layer failed: before the step was in flight, its drafts were never known
+            if lease.step is None:
+                lease.forget_after(num_known)
+            raise
         if isinstance(step, NoRoom):
             self.stats.no_room += 1
             lease.forget_after(num_known)
@@ -168,11 +173,10 @@ class Cache:
             self._leasing.settle_tail(lease)
             chains = steps.add_segments(lease, start, end, num_known, room, may_cut)
             segments = dict(zip(self._state_group, chains, strict=True))
-            keeper.in_flight[lease.id] = lease
-            keeper.run_operations()
         else:
             segments = steps.decode_segments(lease, start, end, num_known)
-            keeper.in_flight[lease.id] = lease
+        keeper.in_flight[lease.id] = lease
+        keeper.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
         tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
         return StepTables(start, end, self.block_tokens, tables, segments)
 

@@ -78,6 +78,7 @@ class Keeper:
             return None
         if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
             return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
+        self.run_operations()  # slabs that were emptied may wait for it
         pins, num_evicted = _Pins(self.in_flight), 0
         while not self.arena.fits(needs):
             if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
@@ -102,7 +103,11 @@ class Keeper:
     def run_operations(self) -> None:
         """Where the memory layer works at once, let it."""
         if self._run_operations is not None and (batch := self.arena.take_operations()) is not None:
-            self._run_operations(batch.operations)
+            try:
+                self._run_operations(batch.operations)
+            except BaseException:
+                self.arena.take_back(batch.id)
+                raise
             self.arena.acknowledge(batch.id)
 
     def _pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -25,7 +25,7 @@ app.command("plan")(plan_command)
 app.command("models")(models_command)
 
 # What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
         _discard_output()
         return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
-        return _complain(f"{error.format_message()} (see 'hybridkv --help')")  # type: ignore[attr-defined]
+        return _complain(f"{error.format_message()} (see 'hybridkv --help')")
     return code if isinstance(code, int) else 0
 
 
