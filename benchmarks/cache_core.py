@@ -69,6 +69,11 @@ SETUPS = {
 LARGE_BLOCK = Setup(states=True, hash_tokens=STATE_BLOCK)
 
 
+def vllm_blocks(blocks: int, num_groups: int, concurrency: int) -> int:
+    """Room for the running requests, and for the shared prefixes once."""
+    return (concurrency + 2) * (blocks * num_groups + 6) + FAMILIES * blocks + 16
+
+
 class Timings:
     def __init__(self) -> None:
         self.request: list[float] = []
@@ -87,9 +92,8 @@ class Ours:
         groups = [CacheGroup("full", Role.FULL, STATE_PAGES, page_bytes=BLOCK)]
         groups += [CacheGroup(f"window{w}", Role.LOCAL, STATE_PAGES, page_bytes=BLOCK, window=w) for w in setup.windows]
         slabs = (concurrency + 2 + FAMILIES) * blocks // STATE_PAGES + 4
-        for window in setup.windows:  # what leases and checkpoints see, and the blocks of one prefill
-            seen = (concurrency + 2 + FAMILIES) * -(-window // BLOCK)
-            slabs += (seen + int(blocks * (1 - SHARED))) // STATE_PAGES + 1
+        if setup.windows:  # as many pages as vLLM has blocks: both are the same bytes
+            slabs = vllm_blocks(blocks, len(groups), concurrency) // STATE_PAGES
         if setup.states:
             groups.append(CacheGroup("state", Role.STATE, 1, page_bytes=STATE_PAGES * BLOCK))
             slabs += 3 * (concurrency + 2) + 2 * FAMILIES
@@ -157,9 +161,8 @@ class Theirs:
             )
             specs += [state] * 3
         blocks = math.ceil((length + DECODE) / self.block)
-        per_request = blocks * (1 if setup.states else len(specs)) + (6 if len(specs) > 1 else 0)
         config = KVCacheConfig(
-            num_blocks=(concurrency + 2) * per_request + FAMILIES * blocks + 16,
+            num_blocks=vllm_blocks(blocks, 1 if setup.states else len(specs), concurrency),
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)],
             prefix_cache_retention_interval=0,
