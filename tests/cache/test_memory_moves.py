@@ -200,6 +200,7 @@ def test_slabs_that_change_pools_are_zeroed() -> None:
     assert arena.take_operations() is None
     arena.give_back(a, arena.take(a, 2, set()))
     assert arena.take_operations() is None
+    assert arena.fits({b: 1})
     arena.take(b, 1, set())
     batch = arena.take_operations()
     assert batch is not None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 Pages: TypeAlias = "array[int]"
 """Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
@@ -25,26 +26,29 @@ def make_pages(numbers: Iterable[int] = ()) -> Pages:
     return array("i", numbers)
 
 
+def as_numbers(pages: Pages) -> npt.NDArray[np.intc]:
+    """The same memory for numpy; let go of it before the array grows or shrinks."""
+    return np.frombuffer(pages, dtype=np.intc)
+
+
 NULL_PAGE = 0
 """A page of the null slab: zero, never written. The source of a state at position 0; in tables and nodes, the place of
 blocks a group has no page for: out of the window, or never tapped."""
 
 
-def _runs_by_slab(pages: Sequence[int], per_slab: int) -> Iterator[Sequence[int]]:
-    """The pages of each slab. They often lie in one; else many are sorted best with numpy."""
-    if len(pages) <= 4:
+def _runs_by_slab(pages: Pages, per_slab: int) -> Iterator[tuple[int, Pages]]:
+    """The pages of each slab, by its number. Many pages are sorted best with numpy."""
+    if len(pages) <= 4 or per_slab == 1:
         for page in pages:
-            yield (page,)
+            yield page // per_slab, make_pages((page,))
         return
-    if min(pages) // per_slab == max(pages) // per_slab:
-        yield pages
-        return
-    numbers = np.sort(np.frombuffer(pages if isinstance(pages, array) else make_pages(pages), dtype=np.intc))
-    cuts = np.flatnonzero(np.diff(numbers // per_slab)) + 1
-    data, size = numbers.tobytes(), numbers.itemsize
-    start = 0
-    for end in (*cuts.tolist(), len(numbers)):
-        yield array("i", data[start * size : end * size])
+    numbers = np.sort(as_numbers(pages))
+    slabs = numbers // per_slab
+    cuts = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
+    runs, start = make_pages(), 0
+    runs.frombytes(numbers.tobytes())
+    for end in (*cuts.tolist(), len(runs)):
+        yield runs[start] // per_slab, runs[start:end]
         start = end
 
 
@@ -98,9 +102,9 @@ class PageHolder(Protocol):
 
 
 class Slab:
-    """A slab for as long as one pool owns it; the next owner gets a new object."""
+    """A slab, for one pool; another pool that gets the same memory makes an object of its own."""
 
-    __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "limbo", "pool")
+    __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "is_owned", "limbo", "pool")
 
     def __init__(self, index: int, pool: Pool) -> None:
         first = index * pool.pages_per_slab
@@ -108,14 +112,11 @@ class Slab:
         self.pool = pool
         self.free = make_pages(range(first + pool.pages_per_slab - 1, first - 1, -1))
         self.free_class = 0
+        self.is_owned = False
+        """Whether its pool has it now."""
         self.limbo = 0  # pages given back, but still under an unacknowledged operation
         self.holders: dict[PageHolder, None] = {}
         self._prune_at = 16
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether its pool still has it."""
-        return self.pool.slabs.get(self.index) is self
 
     @property
     def num_used(self) -> int:
@@ -138,16 +139,21 @@ class Slab:
 class Pool:
     """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
 
-    __slots__ = ("by_free", "more_holds", "name", "num_free", "pages_per_slab", "slabs")
+    __slots__ = ("by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
 
     def __init__(self, name: str, pages_per_slab: int) -> None:
         self.name = name
         self.pages_per_slab = pages_per_slab
         self.num_free = 0
+        """Free pages that are filed under their slabs."""
+        self.returned = make_pages()
+        """Pages given back and not yet filed: many at a time cost less."""
+        self.spare: list[Slab] = []
+        """Slabs it had last and that nobody has now: it gets them back first, and they need no zeroing."""
         self.slabs: dict[int, Slab] = {}
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
-        self.more_holds: Counter[int] = Counter()
-        """Holds beyond the first: pages of local groups may be shared one by one."""
+        self.holds = make_pages()
+        """Holds beyond the first, by page; empty unless pages are shared one by one, as those of local groups are."""
 
     def slab_of(self, page: int) -> Slab:
         return self.slabs[page // self.pages_per_slab]
@@ -158,6 +164,31 @@ class Pool:
         slab.free_class = len(slab.free).bit_length()
         if slab.free_class:
             self.by_free[slab.free_class][slab] = None
+
+    def share_pages(self, num_slabs: int) -> None:
+        """From now on a page may have several holders."""
+        self.holds = make_pages((0,)) * (num_slabs * self.pages_per_slab)
+
+    def add_holds(self, pages: Pages) -> None:
+        """One hold more on each of these pages, which are all different."""
+        as_numbers(self.holds)[as_numbers(pages)] += 1
+
+    def drop_holds(self, pages: Pages) -> Pages:
+        """One hold less; returns the pages that nobody holds any more."""
+        if len(pages) == 1:  # a window that moves on by a block
+            (page,) = pages
+            if not self.holds[page]:
+                return pages
+            self.holds[page] -= 1
+            return make_pages()
+        numbers, holds = as_numbers(pages), as_numbers(self.holds)
+        left = holds[numbers]
+        if not left.any():
+            return pages
+        holds[numbers] = np.maximum(left - 1, 0)
+        freed = make_pages()
+        freed.frombytes(numbers[left == 0].tobytes())
+        return freed
 
     def emptiest_first(self) -> Iterable[Slab]:
         for filed in reversed(self.by_free):
@@ -170,10 +201,10 @@ class Arena:
     def __init__(self, num_slabs: int, pools: dict[str, int]) -> None:
         self.num_slabs = num_slabs
         self.pools = {name: Pool(name, pages_per_slab) for name, pages_per_slab in pools.items()}
-        self.free_slabs = list(range(num_slabs - 1, 0, -1))
+        self.num_free_slabs = num_slabs - 1
+        self._never_used = list(range(num_slabs - 1, 0, -1))
         self.num_moves = 0
         self.num_compactions = 0
-        self._last_pool: dict[int, Pool] = {}
         self._pending: list[_Pending] = []
         self._batches: dict[int, list[_Pending]] = {}
         self._next_batch = 0
@@ -184,11 +215,14 @@ class Arena:
 
     def fits(self, needs: dict[Pool, int]) -> bool:
         """Whether that many pages of each pool are there without evicting or moving anything."""
+        return self._fits(needs) or (self._file_returned() and self._fits(needs))
+
+    def _fits(self, needs: dict[Pool, int]) -> bool:
         slabs = 0
         for pool, count in needs.items():
             if count > pool.num_free:
                 slabs -= (pool.num_free - count) // pool.pages_per_slab
-        return slabs <= len(self.free_slabs)
+        return slabs <= self.num_free_slabs
 
     def could_ever_fit(self, needs: dict[Pool, int]) -> bool:
         """Whether the whole arena, empty, would hold them."""
@@ -196,6 +230,8 @@ class Arena:
 
     def take(self, pool: Pool, count: int, slabs: set[Slab]) -> Pages:
         """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
+        if pool.returned:
+            self._file(pool)
         pages = make_pages()
         missing = count
         for filed in pool.by_free:
@@ -221,35 +257,71 @@ class Arena:
 
     def give_back(self, pool: Pool, pages: Sequence[int]) -> None:
         """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
-        if self._busy:
-            pages = self._keep_busy_back(pool, pages)
+        pool.returned.extend(self._keep_busy_back(pool, pages) if self._busy else pages)
+
+    def pages_in_use(self) -> dict[str, int]:
+        """By pool: pages that are held or wait for an operation."""
+        self._file_returned()
+        return {name: len(p.slabs) * p.pages_per_slab - p.num_free for name, p in self.pools.items()}
+
+    def slabs_in_use(self) -> dict[str, int]:
+        self._file_returned()
+        return {name: len(pool.slabs) for name, pool in self.pools.items()}
+
+    @property
+    def free_slabs(self) -> list[int]:
+        """Slabs that no pool has."""
+        self._file_returned()
+        return [*self._never_used, *(slab.index for pool in self.pools.values() for slab in pool.spare)]
+
+    def _file_returned(self) -> bool:
+        """File what was given back under its slabs; whether there was anything."""
+        pools = [pool for pool in self.pools.values() if pool.returned]
+        for pool in pools:
+            self._file(pool)
+        return bool(pools)
+
+    def _file(self, pool: Pool) -> None:
+        pages, pool.returned = pool.returned, make_pages()
         pool.num_free += len(pages)
-        for run in _runs_by_slab(pages, pool.pages_per_slab):
-            slab = pool.slab_of(run[0])
-            slab.free.extend(run)
-            self._settle(slab)
+        for index, run in _runs_by_slab(pages, pool.pages_per_slab):
+            slab = pool.slabs[index]
+            slab.free += run
+            if len(slab.free) < pool.pages_per_slab:
+                pool.file(slab)
+            else:
+                self._take_slab(slab)
 
     def _give_slab(self, pool: Pool) -> Slab:
-        index = self.free_slabs.pop()
-        slab = Slab(index, pool)
-        pool.slabs[index] = slab
+        slab = pool.spare.pop() if pool.spare else Slab(self._slab_of_others(pool), pool)
+        pool.slabs[slab.index] = slab
         pool.num_free += pool.pages_per_slab
-        if self._last_pool.setdefault(index, pool) is not pool:
-            self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
-            self._last_pool[index] = pool
+        slab.is_owned = True
+        self.num_free_slabs -= 1
         return slab
 
-    def _settle(self, slab: Slab) -> None:
+    def _slab_of_others(self, pool: Pool) -> int:
+        """A slab that no pool has had yet, or that another pool has left."""
+        if self._never_used:
+            index = self._never_used.pop()
+        else:
+            index = max(self.pools.values(), key=lambda other: len(other.spare)).spare.pop().index
+            self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
+        return index
+
+    def _take_slab(self, slab: Slab) -> None:
+        """A slab that is free altogether goes back."""
         pool = slab.pool
-        if len(slab.free) < pool.pages_per_slab:
-            pool.file(slab)
-            return
         pool.by_free[slab.free_class].pop(slab, None)
+        slab.free_class = 0
         pool.num_free -= pool.pages_per_slab
         del pool.slabs[slab.index]
-        self.free_slabs.append(slab.index)
+        slab.is_owned = False
+        pool.spare.append(slab)
+        self.num_free_slabs += 1
         for holder in slab.holders:
             holder.slabs.discard(slab)
+        slab.holders = {}
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -322,6 +394,7 @@ class Arena:
         The slab goes back when the moves are acknowledged. `moved` is told where the slab's pages went, and tells its
         holders.
         """
+        self._file_returned()
         for pool in self.pools.values():
             slab = self._slab_to_empty(pool, needs.get(pool, 0), is_pinned)
             if slab is None:
@@ -335,8 +408,8 @@ class Arena:
             for src, dst in mapping.items():
                 # The holes wait for the last move too, so that the slab goes back in one piece.
                 self.copy(pool, src, dst, also_busy=holes if src == pages[-1] else ())
-                if src in pool.more_holds:
-                    pool.more_holds[dst] = pool.more_holds.pop(src)
+                if pool.holds:
+                    pool.holds[dst], pool.holds[src] = pool.holds[src], 0
             slab.holders = {holder: None for holder in slab.holders if slab in holder.slabs}
             for holder in slab.holders:
                 for target in target_slabs:
@@ -361,11 +434,13 @@ class Arena:
 
     def check_integrity(self, held: dict[str, Counter[int]]) -> None:
         """`held`: how often each page is held, by pool. Every page is either free, in limbo, or held."""
+        free_slabs = self.free_slabs
+        assert len(free_slabs) == self.num_free_slabs
         owned = {index for pool in self.pools.values() for index in pool.slabs}
         assert len(owned) == sum(len(pool.slabs) for pool in self.pools.values())
-        assert owned.isdisjoint(self.free_slabs)
-        assert len(self.free_slabs) == len(set(self.free_slabs))
-        assert owned | set(self.free_slabs) == set(range(1, self.num_slabs))
+        assert owned.isdisjoint(free_slabs)
+        assert len(free_slabs) == len(set(free_slabs))
+        assert owned | set(free_slabs) == set(range(1, self.num_slabs))
         for pool in self.pools.values():
             free = [page for slab in pool.slabs.values() for page in slab.free]
             limbo = [page for name, page in self._limbo if name == pool.name]

@@ -337,11 +337,10 @@ class Cache:
 
     def pages_in_use(self) -> dict[str, int]:
         """Pages of each pool that are held or wait for an operation."""
-        pools = self._keeper.arena.pools.values()
-        return {pool.name: len(pool.slabs) * pool.pages_per_slab - pool.num_free for pool in pools}
+        return self._keeper.arena.pages_in_use()
 
     def slabs_in_use(self) -> dict[str, int]:
-        return {pool.name: len(pool.slabs) for pool in self._keeper.arena.pools.values()}
+        return self._keeper.arena.slabs_in_use()
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises AssertionError where the books are wrong."""

@@ -43,7 +43,8 @@ class _Recount:
             self.owned[self.keeper.state_pools[group].name].update(state.pages)
         for name, pool in self.keeper.arena.pools.items():
             assert all(count == 1 for count in self.owned[name].values()), name
-            assert pool.more_holds == {page: n - 1 for page, n in self.local[name].items() if n > 1}, name
+            more = {page: holds for page, holds in enumerate(pool.holds) if holds}
+            assert more == {page: n - 1 for page, n in self.local[name].items() if n > 1}, name
             assert self.owned[name].keys().isdisjoint(self.local[name])
             assert self.listed[name].keys() <= self.local[name].keys(), name
             assert all(count == 1 for count in self.listed[name].values()), name

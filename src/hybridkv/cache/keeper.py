@@ -7,12 +7,11 @@ holders. Eviction, compaction and the removal of what nobody needs live here.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
 from hybridkv.cache.eviction import EvictionQueue
-from hybridkv.cache.index import Checkpoint, Index, Node, State
+from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
 from hybridkv.cache.policy import EvictionPolicy
@@ -62,11 +61,14 @@ class Keeper:
         self.full = [i for i, role in enumerate(roles) if role is Role.FULL]
         self.local = [i for i, role in enumerate(roles) if role is Role.LOCAL]
         self.taps = [i for i, role in enumerate(roles) if role is Role.TAP]
+        for group in self.local:
+            self.token_pools[group].share_pages(layout.num_slabs)
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[int, Lease] = {}
         self.clock = 0
         self.stats = stats
         self.events = events
+        self._windows = [group.window for group in layout.token_groups]
         self._queue = EvictionQueue(layout, eviction)
         self._run_operations = run_operations
 
@@ -134,15 +136,17 @@ class Keeper:
     # --- pages held one by one ----------------------------------------------------------------------------------------
 
     def first_visible_block(self, group: int, position: int) -> int:
-        return self.layout.token_groups[group].first_visible(position) // self.layout.block_tokens
+        window = self._windows[group]
+        if window is None:
+            return self.layout.token_groups[group].first_visible(position) // self.layout.block_tokens
+        return (position - window + 1) // self.layout.block_tokens if position >= window else 0
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
         """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""
-        more_holds, held = self.token_pools[group].more_holds, make_pages()
+        held = make_pages()
         for _, pages, start, end in _runs_upwards(leaf, group, first, last):
-            run = pages[start:end]
-            more_holds.update(run)
-            held = run + held
+            held = pages[start:end] + held
+        self.token_pools[group].add_holds(held)
         return held
 
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
@@ -150,13 +154,16 @@ class Keeper:
         pool = self.token_pools[group]
         for node, pages, start, end in _runs_upwards(leaf, group, first, last):
             run = pages[start:end]
-            freed = _drop_holds(pool.more_holds, run)
+            freed = pool.drop_holds(run)
             if not freed:
                 continue
-            gone = set(freed)
-            pages[start:end] = make_pages(NULL_PAGE if page in gone else page for page in run)
+            if freed is run:
+                pages[start:end] = null_pages(end - start)
+            else:
+                gone = set(freed)
+                pages[start:end] = make_pages(NULL_PAGE if page in gone else page for page in run)
             self.arena.give_back(pool, freed)
-            if pages.count(NULL_PAGE) == len(pages):
+            if not any(pages):
                 node.pages[group] = None
 
     def drop_state(self, group: int, state: State | None) -> None:
@@ -362,26 +369,6 @@ def _runs_upwards(leaf: Node, group: int, first: int, last: int) -> Iterator[tup
         low = max(first, node.start)
         yield node, pages, low - node.start, last - node.start
         last = low
-
-
-def _drop_holds(more_holds: Counter[int], run: Pages) -> Pages:
-    """One hold less of each page; returns those that had no more. The usual cases, all or none, are quick."""
-    more = list(map(more_holds.get, run))
-    if more.count(None) == len(more):
-        return run
-    if None not in more and more.count(1) == len(more):
-        for page in run:
-            more_holds.pop(page)
-        return make_pages()
-    freed = make_pages()
-    for page, holds in zip(run, more, strict=True):
-        if holds is None:
-            freed.append(page)
-        elif holds > 1:
-            more_holds[page] = holds - 1
-        else:
-            more_holds.pop(page)
-    return freed
 
 
 def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:

@@ -257,7 +257,7 @@ class Steps:
             if theirs is None:
                 theirs = node.pages[group] = null_pages(last - first)
             if group in keeper.local:
-                pool.more_holds.update(b for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
+                pool.add_holds(make_pages(b for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b))
             spare = make_pages(a for a, b in zip(mine, theirs, strict=True) if a != NULL_PAGE != b)
             keeper.arena.give_back(pool, spare)
             if len(spare) < len(mine):
