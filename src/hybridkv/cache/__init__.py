@@ -4,11 +4,14 @@ from hybridkv.cache.arena import NULL_PAGE, CopyPage, Operation, OperationBatch,
 from hybridkv.cache.cache import Cache, CacheError, Pin
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
-from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, PromptFacts
+from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
+from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES
 from hybridkv.cache.stats import CacheStats, Event
 
 __all__ = [
+    "DEFAULT_POLICY",
     "NULL_PAGE",
+    "POLICIES",
     "Cache",
     "CacheError",
     "CacheGroup",
@@ -19,6 +22,7 @@ __all__ = [
     "CopyPage",
     "Event",
     "EvictionPolicy",
+    "Kind",
     "Lease",
     "Match",
     "NoRoom",
@@ -26,6 +30,7 @@ __all__ = [
     "OperationBatch",
     "Pin",
     "PromptFacts",
+    "Rating",
     "Role",
     "Segment",
     "StepTables",

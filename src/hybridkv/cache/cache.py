@@ -23,15 +23,9 @@ from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, StepTables
 from hybridkv.cache.leasing import Leasing
-from hybridkv.cache.policy import (
-    CheckpointPolicy,
-    EvictionPolicy,
-    LeastRecentlyUsed,
-    PromptEndBranchesGrid,
-    PromptFacts,
-    affordable_grid,
-)
+from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.resume import Resume
+from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
@@ -64,21 +58,24 @@ class Cache:
         self,
         layout: CacheLayout,
         *,
+        policy: str | EvictionPolicy = DEFAULT_POLICY,
         checkpoint_policy: CheckpointPolicy | None = None,
-        eviction_policy: EvictionPolicy | None = None,
         run_operations: Callable[[Sequence[Operation]], None] | None = None,
         event_limit: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_operations`: a memory layer that works at once; without one, take and acknowledge operations."""
-        grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
+        """`policy`: what to evict first, or its name: lru, flops or reuse. `checkpoint_policy`: where to keep them.
+
+        `run_operations`: a memory layer that works at once; without one, take and acknowledge operations.
+        """
         self.layout = layout
         self.block_tokens = layout.block_tokens
         self.stats = CacheStats()
         self.epoch = 0
-        self._checkpoints = checkpoint_policy or PromptEndBranchesGrid(grid)
+        self._checkpoints = checkpoint_policy or default_checkpoints(layout)
         self._events = Events(event_limit)
-        self._keeper = Keeper(layout, eviction_policy or LeastRecentlyUsed(), run_operations, self.stats, self._events)
+        eviction = named_policy(policy) if isinstance(policy, str) else policy
+        self._keeper = Keeper(layout, eviction, run_operations, self.stats, self._events)
         self._leasing = Leasing(self._keeper)
         self._steps = Steps(self._leasing)
         self._pins: list[Pin] = []
@@ -125,7 +122,7 @@ class Cache:
         lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
         self._leasing.attach(lease, path, resume)
-        lease.cached_tokens = resume.position
+        lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, breakpoints)
         self._count_request(lease, resume)
         return lease
@@ -292,6 +289,7 @@ class Cache:
         self.epoch += 1
         for pin in list(self._pins):
             self.unpin(pin)
+        self._keeper.ghosts.clear()
         roots = list(self._keeper.index.roots.values())
         self._keeper.index.roots.clear()
         for root in roots:
@@ -383,8 +381,10 @@ class Cache:
         facts = PromptFacts(
             lease.prompt_tokens, resume.position, resume.matched_tokens, tuple(breakpoints), self.block_tokens
         )
-        wanted = {int(p) // self.block_tokens * self.block_tokens for p in self._checkpoints.positions(facts)}
-        lease.wanted = {position for position in wanted if 0 < position <= lease.prompt_tokens}
+        for position, kind in self._checkpoints.positions(facts):
+            aligned = position // self.block_tokens * self.block_tokens
+            if 0 < aligned <= lease.prompt_tokens:
+                lease.wanted.setdefault(aligned, kind)
         lease.plan_keeps()
 
     def _count_request(self, lease: Lease, resume: Resume) -> None:

@@ -1,64 +1,151 @@
-"""What goes first: nodes and checkpoints in the order of their value to the policy."""
+"""What may be evicted, in the order its policy wants."""
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from collections import OrderedDict
+from heapq import heappop, heappush
 
 from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.policy import Candidate, EvictionPolicy
+from hybridkv.cache.policy import Candidate, EvictionPolicy, Kind, Numbers, Rating
+
+Item = Node | Checkpoint
+
+
+class _Lane:
+    """Items in order of last use, from both ends. What is no longer filed here is passed over, and thrown out when it
+    is more than what is."""
+
+    def __init__(self) -> None:
+        self.num_filed = 0
+        self._oldest: list[tuple[int, int, Item]] = []
+        self._newest: list[tuple[int, int, Item]] = []
+
+    def file(self, item: Item) -> None:
+        self.num_filed += 1
+        heappush(self._oldest, (item.last_used, item.ticket, item))
+        heappush(self._newest, (-item.last_used, item.ticket, item))
+        if len(self._oldest) > 2 * self.num_filed + 16 or len(self._newest) > 2 * self.num_filed + 16:
+            filed = [item for _, ticket, item in self._oldest if ticket == item.ticket]
+            self._oldest = sorted((item.last_used, item.ticket, item) for item in filed)
+            self._newest = sorted((-item.last_used, item.ticket, item) for item in filed)
+
+    @property
+    def oldest(self) -> Item | None:
+        return _first_filed(self._oldest)
+
+    @property
+    def newest(self) -> Item | None:
+        return _first_filed(self._newest)
+
+
+def _first_filed(heap: list[tuple[int, int, Item]]) -> Item | None:
+    while heap:
+        _, ticket, item = heap[0]
+        if ticket == item.ticket:
+            return item
+        heappop(heap)
+    return None
 
 
 class EvictionQueue:
-    """A heap with lazy deletion: an item counts by its latest offer, if it may be evicted when its turn comes."""
+    """Checkpoints, and nodes where no checkpoints are needed, in lanes of equal prospects.
+
+    What is in use is taken out when its turn comes, and must be offered again when it is free. Blocks that no checkpoint
+    needs are *bare*: they can supply nothing and go before everything else.
+    """
 
     def __init__(self, layout: CacheLayout, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._block_tokens = layout.block_tokens
         self._checkpoint_bytes = layout.checkpoint_bytes
         self._block_bytes = sum(group.page_bytes for group in layout.token_groups if group.role is Role.FULL)
-        self._heap: list[tuple[float, int, int, Node | Checkpoint]] = []
-        self._serial = 0
-        self._prune_at = 1024
+        self._lanes: dict[Numbers, _Lane] = {}
+        self._bare: OrderedDict[Node, None] = OrderedDict()
+        self._next_ticket = 1
 
-    def offer(self, item: Node | Checkpoint) -> None:
-        """Queue an item at its present value; earlier offers of it no longer count."""
-        item.stamp += 1
-        self._serial += 1
-        heappush(self._heap, (self._policy.value(self._facts(item)), self._serial, item.stamp, item))
-        if len(self._heap) > self._prune_at:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp and _exists(entry[3])]
-            heapify(self._heap)
-            self._prune_at = max(1024, 2 * len(self._heap))
+    def __len__(self) -> int:
+        return len(self._bare) + sum(lane.num_filed for lane in self._lanes.values())
 
-    def pop(self) -> Node | Checkpoint | None:
-        """The item of least value that may be evicted now; those that may not are offered again when they may."""
-        while self._heap:
-            _, _, stamp, item = heappop(self._heap)
-            if stamp == item.stamp and _may_go(item):
-                return item
+    def offer(self, item: Item) -> Rating:
+        """File an item by its present facts."""
+        self.withdraw(item)
+        rating = item.rating = self.policy.rate(self._facts(item))
+        item.ticket = self._next_ticket
+        self._next_ticket += 1
+        lane = self._lanes.get(rating.lane)
+        if lane is None:
+            lane = self._lanes[rating.lane] = _Lane()
+        lane.file(item)
+        return rating
+
+    def offer_bare(self, node: Node) -> None:
+        """Its last blocks are needed by no checkpoint."""
+        self._bare[node] = None
+
+    def withdraw(self, item: Item) -> None:
+        if item.rating is not None:
+            lane = self._lanes[item.rating.lane]
+            lane.num_filed -= 1
+            if not lane.num_filed:
+                del self._lanes[item.rating.lane]
+            item.rating, item.ticket = None, 0
+
+    def pop(self, now: int) -> tuple[Item, Rating | None] | None:
+        """The item of least value that may be evicted now, as it was rated."""
+        while self._bare:
+            node, _ = self._bare.popitem(last=False)
+            if not node.gone and _may_go(node):
+                return node, None
+        while (item := self._least(now)) is not None:
+            if not _may_go(item):
+                self.withdraw(item)
+                continue
+            before, now_rated = item.rating, self.offer(item)
+            if before is not None and now_rated.lane == before.lane:  # else it has moved to where it belongs
+                self.withdraw(item)
+                return item, now_rated
         return None
 
-    def _facts(self, item: Node | Checkpoint) -> Candidate:
-        if isinstance(item, Checkpoint):
-            position = item.position
-            return Candidate(True, item.last_used, item.num_hits, position, position, self._checkpoint_bytes)
-        blocks = item.num_blocks
+    def _least(self, now: int) -> Item | None:
+        """Of the oldest of each lane, and the newest where the policy wants it, the one of least value."""
+        oldest = [(key, item) for key, lane in self._lanes.items() if (item := lane.oldest) is not None]
+        if len(oldest) == 1 and not self.policy.newest_may_go:
+            return oldest[0][1]
+        oldest_age = max((now - item.last_used for _, item in oldest), default=0)
+        best: Item | None = None
+        least, value = 0.0, self.policy.value
+        for key, item in oldest:
+            worth = value(key, now - item.last_used, oldest_age)
+            if best is None or worth < least:
+                best, least = item, worth
+        if self.policy.newest_may_go:
+            for key, lane in self._lanes.items():
+                newest = lane.newest
+                if newest is not None and (worth := value(key, now - newest.last_used, oldest_age)) < least:
+                    best, least = newest, worth
+        return best
+
+    def _facts(self, item: Item) -> Candidate:
+        if isinstance(item, Node):
+            tokens, end = item.num_blocks * self._block_tokens, item.end * self._block_tokens
+            num_bytes = item.num_blocks * self._block_bytes
+            return Candidate(Kind.END, False, item.turn, item.new_tokens, 0, end - tokens, end, num_bytes)
+        node = item.node
+        assert node is not None
+        before = node.checkpoint_before(item)
+        start = 0 if before is None else before.position
+        is_superseded = bool(node.children) or node.checkpoints[-1] is not item
+        num_bytes = self._checkpoint_bytes
+        if not is_superseded:
+            first = max(start // self._block_tokens, node.start)
+            num_bytes += (item.position // self._block_tokens - first) * self._block_bytes
         return Candidate(
-            is_checkpoint=False,
-            last_used=item.last_used,
-            num_hits=item.num_hits,
-            position=item.end * self._block_tokens,
-            num_tokens=blocks * self._block_tokens,
-            num_bytes=blocks * self._block_bytes,
+            item.kind, is_superseded, item.turn, item.new_tokens, item.num_hits, start, item.position, num_bytes
         )
 
 
-def _exists(item: Node | Checkpoint) -> bool:
-    return item.node is not None if isinstance(item, Checkpoint) else not item.dead
-
-
-def _may_go(item: Node | Checkpoint) -> bool:
+def _may_go(item: Item) -> bool:
     if isinstance(item, Checkpoint):
         return item.node is not None and not item.holds
     return not item.dead and not item.refs and not item.children and item.parent is not None

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.cache.arena import NULL_PAGE, Pages, Slab, make_pages
+from hybridkv.cache.policy import Kind, Rating
 from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
 
 if TYPE_CHECKING:
@@ -39,13 +40,34 @@ class Checkpoint:
     Inside a block, the tokens and pages since the last block boundary come along as its tail.
     """
 
-    __slots__ = ("holds", "last_used", "node", "num_hits", "position", "stamp", "states", "tail_pages", "tail_tokens")
+    __slots__ = (
+        "holds",
+        "is_news",
+        "kind",
+        "last_used",
+        "new_tokens",
+        "node",
+        "num_hits",
+        "position",
+        "rating",
+        "states",
+        "tail_pages",
+        "tail_tokens",
+        "ticket",
+        "turn",
+    )
 
     def __init__(
-        self, position: int, states: list[State | None], tail_tokens: bytes = b"", tail_pages: list[int] | None = None
+        self,
+        position: int,
+        states: list[State | None],
+        kind: Kind,
+        tail_tokens: bytes = b"",
+        tail_pages: list[int] | None = None,
     ) -> None:
         self.position = position
         self.states = states
+        self.kind = kind
         """By state group; None where it has been lost."""
         self.tail_tokens = tail_tokens
         self.tail_pages = tail_pages or []
@@ -53,9 +75,17 @@ class Checkpoint:
         self.node: Node | None = None
         self.holds = 0
         """Leases and pins that count on it: it is not evicted meanwhile."""
+        self.turn = 0
+        """How often its request had been continued before."""
+        self.new_tokens = position
+        """What its request added to the one it continued."""
         self.num_hits = 0
         self.last_used = 0
-        self.stamp = 0
+        self.is_news = True
+        """Kept or used, and nothing deeper has been kept on its path since."""
+        self.rating: Rating | None = None
+        """Where it is filed for eviction, and under which number."""
+        self.ticket = 0
 
 
 class Node:
@@ -70,14 +100,16 @@ class Node:
         "gone",
         "keys",
         "last_used",
-        "num_hits",
+        "new_tokens",
         "pages",
         "parent",
+        "rating",
         "refs",
         "slabs",
-        "stamp",
         "start",
+        "ticket",
         "tokens",
+        "turn",
     )
 
     def __init__(self, parent: Node | None, start: int, tokens: bytearray, pages: list[Pages | None]) -> None:
@@ -103,9 +135,12 @@ class Node:
         self.gone = False
         """No longer anything: merged into its child, or freed."""
         self.slabs: set[Slab] = set()
+        self.turn = 0
+        """As of a checkpoint: how often the request that ends here had been continued, and what it added."""
+        self.new_tokens = 0
         self.last_used = 0
-        self.num_hits = 0
-        self.stamp = 0
+        self.rating: Rating | None = None
+        self.ticket = 0
 
     @property
     def num_blocks(self) -> int:
@@ -145,6 +180,16 @@ class Node:
             if self.checkpoints[index].tail_tokens == tail_tokens:
                 return self.checkpoints[index]
             index += 1
+        return None
+
+    def checkpoint_before(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """The last one before it on its path; this is its node."""
+        index = bisect_left(self.checkpoints, checkpoint.position, key=_position)
+        if index:
+            return self.checkpoints[index - 1]
+        for node in self.path():
+            if node is not self and node.checkpoints:
+                return node.checkpoints[-1]
         return None
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -220,7 +265,7 @@ class Index:
             node.parent, node.start, node.tokens[:cut], [p if p is None else p[:num_blocks] for p in node.pages]
         )
         head.first, head.keys, head.dead = node.first, node.keys[:num_blocks], node.dead
-        head.last_used, head.num_hits = node.last_used, node.num_hits
+        head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # now it is shared
         node.parent.children[head.first] = head
         node.parent, node.start, node.tokens = head, node.start + num_blocks, node.tokens[cut:]
         node.pages = [p if p is None else p[num_blocks:] for p in node.pages]
@@ -249,7 +294,6 @@ class Index:
         for checkpoint in node.checkpoints:
             checkpoint.node = child
         child.first, child.start, child.parent = node.first, node.start, node.parent
-        child.num_hits = max(child.num_hits, node.num_hits)
         node.parent.children[child.first] = child
         child.hold_slabs(node.slabs)
         self.forget(node)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
 from hybridkv.cache.eviction import EvictionQueue
+from hybridkv.cache.ghosts import Ghost, Ghosts
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
-from hybridkv.cache.policy import EvictionPolicy
+from hybridkv.cache.policy import EvictionPolicy, Kind, Rating
 from hybridkv.cache.stats import CacheStats, Events
 
 Needs = dict[Pool, int]
@@ -65,7 +66,11 @@ class Keeper:
             self.token_pools[group].share_pages(layout.num_slabs)
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[int, Lease] = {}
+        self.needs_checkpoints = bool(layout.state_groups or self.local)
+        """Whether blocks alone cannot be resumed from."""
         self.clock = 0
+        """Requests begun."""
+        self.ghosts = Ghosts()
         self.stats = stats
         self.events = events
         self._windows = [group.window for group in layout.token_groups]
@@ -186,12 +191,12 @@ class Keeper:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def add_checkpoint(self, leaf: Node, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
-        """Attach a checkpoint to the path of `leaf`; of two alike one is kept.
+    def add_checkpoint(self, lease: Lease, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
+        """Attach a checkpoint to the path of a lease; of two alike one is kept.
 
         It takes over a hold of each state and, with `has_local`, of each page its local groups see.
         """
-        block = checkpoint.position // self.layout.block_tokens
+        leaf, block = lease.leaf, checkpoint.position // self.layout.block_tokens
         if block:
             node = leaf.at_block(block - 1)
         else:
@@ -201,7 +206,7 @@ class Keeper:
             self.drop_states(checkpoint.states)
             self._free_tail(checkpoint)
             twin.last_used = self.clock
-            self.offer(twin)
+            self.offer_again(twin)
             return
         if twin is not None:
             self.drop_checkpoint(twin)
@@ -210,8 +215,65 @@ class Keeper:
         node.add_checkpoint(checkpoint)
         node.hold_slabs(self.state_slabs(checkpoint.states))
         checkpoint.last_used = self.clock
+        checkpoint.turn, checkpoint.new_tokens = lease.turn, checkpoint.position - lease.continued_from
         self.stats.checkpoints_kept += 1
         self.offer(checkpoint)
+        before = node.checkpoint_before(checkpoint)
+        if before is not None:
+            self._supersede(before)
+
+    def _supersede(self, checkpoint: Checkpoint) -> None:
+        """Something deeper is kept now."""
+        if checkpoint.rating is None or not checkpoint.is_news:
+            return
+        policy, before = self._queue.policy, checkpoint.rating
+        if not checkpoint.num_hits:  # by its own request, before anyone else could use it
+            policy.learn_kept(before.group, -1)
+        policy.learn_kept(self._queue.offer(checkpoint).group, 1)
+        checkpoint.is_news = False
+
+    def use_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> None:
+        """A lease resumes from it."""
+        self.reused(checkpoint.rating, checkpoint.last_used)
+        if checkpoint.kind is Kind.END and not self._is_superseded(checkpoint):
+            lease.turn, lease.continued_from = checkpoint.turn + checkpoint.num_hits + 1, checkpoint.position
+        checkpoint.num_hits += 1
+        checkpoint.last_used = self.clock
+        checkpoint.is_news = True
+        self.stats.checkpoints_hit += 1
+        self._queue.offer(checkpoint)
+
+    def _is_superseded(self, checkpoint: Checkpoint) -> bool:
+        node = checkpoint.node
+        return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
+
+    def reused(self, rating: Rating | None, last_used: int) -> None:
+        if rating is not None and rating.group:
+            self._queue.policy.learn_reused(rating.group, self.clock - last_used)
+
+    # --- what was evicted ---------------------------------------------------------------------------------------------
+
+    def recall(self, lease: Lease, keys: Sequence[bytes]) -> None:
+        """A lease asks for blocks by these names: if something that ended there was evicted, learn from it."""
+        ghost = self.ghosts.recall(keys)
+        if ghost is None or ghost.position <= lease.continued_from:
+            return
+        self._queue.policy.learn_reused(ghost.group, self.clock - ghost.last_used)
+        if not ghost.is_superseded:
+            lease.turn, lease.continued_from = ghost.turn, ghost.position
+
+    def _remember(self, item: Node | Checkpoint, rating: Rating) -> None:
+        """Keep the name of what is about to be evicted."""
+        if isinstance(item, Checkpoint):
+            assert item.node is not None
+            node = item.node
+            position, turn, superseded = item.position, item.turn + item.num_hits + 1, self._is_superseded(item)
+        else:
+            node = item
+            position, turn, superseded = item.end * self.layout.block_tokens, item.turn + 1, False
+        block = position // self.layout.block_tokens - 1 - node.start
+        if 0 <= block < node.num_blocks:
+            self.ghosts.remember(node.keys[block], Ghost(position, turn, rating.group, item.last_used, superseded))
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out of the index with everything it alone holds."""
@@ -219,6 +281,7 @@ class Keeper:
         assert node is not None
         node.checkpoints.remove(checkpoint)
         checkpoint.node = None
+        self._queue.withdraw(checkpoint)
         block = checkpoint.position // self.layout.block_tokens
         for group in self.local:
             self.drop_local(node, group, self.first_visible_block(group, checkpoint.position), block)
@@ -257,7 +320,7 @@ class Keeper:
                 if not self.full:
                     self._cut_after_last_checkpoint(node)
                 elif node.num_blocks:
-                    self.offer(node)
+                    self._offer_leaf(node)
                 if node.num_blocks:
                     return
                 node = parent
@@ -323,24 +386,48 @@ class Keeper:
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def offer(self, item: Node | Checkpoint) -> None:
-        """Something may be evicted, or was used."""
+        """Something may be evicted."""
+        self._queue.policy.learn_kept(self._queue.offer(item).group, 1)
+
+    def offer_again(self, item: Node | Checkpoint) -> None:
+        """Something that could not be evicted meanwhile, or was used."""
         self._queue.offer(item)
+
+    def _offer_leaf(self, node: Node) -> None:
+        if not self.needs_checkpoints:
+            self.offer(node)
+        elif self._num_needed(node) < node.num_blocks:
+            self._queue.offer_bare(node)
+
+    def _num_needed(self, node: Node) -> int:
+        """How many blocks of a leaf its checkpoints need."""
+        if not self.needs_checkpoints or not node.checkpoints:
+            return 0
+        return max(0, node.checkpoints[-1].position // self.layout.block_tokens - node.start)
 
     def _evict_least(self, needs: Needs) -> bool:
         """Evict the item of least value, or as much of its end as is needed; False if nothing may go."""
-        item = self._queue.pop()
+        popped = self._queue.pop(self.clock)
+        if popped is None:
+            return False
+        item, rating = popped
+        if rating is not None and rating.group:
+            self._remember(item, rating)
         if isinstance(item, Checkpoint):
             self._evict_checkpoint(item)
-        elif item is not None:
+        else:
             self._evict_blocks(item, needs)
-        return item is not None
+        return True
 
     def _evict_checkpoint(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node
         assert node is not None
+        before = node.checkpoint_before(checkpoint)
         self.drop_checkpoint(checkpoint)
         self.stats.checkpoints_evicted += 1
-        if not self.full and not node.refs and not node.children:
+        if before is not None and before.rating is not None and not self._is_superseded(before):
+            self._queue.policy.learn_kept(self._queue.offer(before).group, 1)  # it is the deepest now
+        if not node.refs and not node.children:
             self.tidy(node)
 
     def _evict_blocks(self, node: Node, needs: Needs) -> None:
@@ -348,13 +435,16 @@ class Keeper:
         wanted = max(
             max(self.token_pools[group].pages_per_slab, needs.get(self.token_pools[group], 0)) for group in self.full
         )
-        kept = max(0, node.num_blocks - wanted)
+        kept = max(self._num_needed(node), node.num_blocks - wanted)
         self.stats.blocks_evicted += node.num_blocks - kept
         parent, last_used = node.parent, node.last_used
         self._free_blocks(node, kept)
-        if kept:
-            self.offer(node)
-        elif parent is not None:
+        if kept > self._num_needed(node):
+            if self.needs_checkpoints:
+                self._queue.offer_bare(node)
+            else:
+                self._queue.offer(node)
+        elif not kept and parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             self.tidy(parent)
 

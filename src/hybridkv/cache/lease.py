@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hybridkv.cache.arena import Pages, Slab, make_pages
 from hybridkv.cache.index import Checkpoint, Node, State
+from hybridkv.cache.policy import Kind
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 
@@ -82,12 +83,14 @@ class Lease:
         "aborted",
         "cached_tokens",
         "computed",
+        "continued_from",
         "copied",
         "id",
         "is_pin",
         "keeps",
         "leaf",
         "local_first",
+        "matched_tokens",
         "named_tables",
         "poisoned",
         "prompt_tokens",
@@ -101,6 +104,7 @@ class Lease:
         "tail",
         "taps",
         "tokens",
+        "turn",
         "wanted",
     )
 
@@ -117,6 +121,12 @@ class Lease:
         """Tokens whose KV and state are there: full, local and state groups all stand at this same depth."""
         self.cached_tokens = 0
         """What the index supplied when the lease began."""
+        self.matched_tokens = 0
+        """Full-attention KV that matched then; later, also what is known to have been there once."""
+        self.turn = 0
+        """How often the request it continues had been continued before, and once more."""
+        self.continued_from = 0
+        """Where that request ended."""
         self.tables: list[Pages | None] = []
         """By token group: a page a block; None for taps the request did not ask for."""
         self.named_tables: dict[str, Pages] = {}
@@ -129,8 +139,8 @@ class Lease:
         """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""
         self.tail: Checkpoint | None = None
         """The checkpoint inside a block that this lease resumes from, until its tail has been copied."""
-        self.wanted: set[int] = set()
-        """Positions where a checkpoint is wanted."""
+        self.wanted: dict[int, Kind] = {}
+        """Positions where a checkpoint is wanted, and why."""
         self.keeps: list[int] = []
         """Those of them that lie ahead, in order."""
         self.copied: list[tuple[int, int]] = []
@@ -166,7 +176,7 @@ class Lease:
         """Ask for a checkpoint at `position`; False if it is too late for that."""
         ahead = self.step.end if self.step else self.computed
         if position > ahead:
-            self.wanted.add(position)
+            self.wanted.setdefault(position, Kind.BRANCH)
             self.plan_keeps()
         return position in self.keeps
 

@@ -9,6 +9,7 @@ from hybridkv.cache.arena import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
 from hybridkv.cache.keeper import Keeper, Needs
 from hybridkv.cache.lease import Lease
+from hybridkv.cache.policy import Kind
 from hybridkv.cache.resume import Resume, ResumeRule
 from hybridkv.cache.tokens import TOKEN_BYTES
 
@@ -43,7 +44,6 @@ class Leasing:
         block = position // self.block_tokens
         leaf = self._node_ending_at(lease.root_key, path, block)
         leaf.refs += 1
-        leaf.num_hits += 1
         nodes = list(leaf.path())
         nodes.reverse()
         lease.leaf, lease.computed = leaf, position
@@ -64,14 +64,17 @@ class Leasing:
         lease.states = [None] * len(self.state_groups)
         if resume.checkpoint is not None:
             self._attach_checkpoint(lease, resume.checkpoint)
+        elif not keeper.needs_checkpoints:
+            self._continue_node(lease)
+        if resume.matched_tokens > position:
+            for node, num_blocks in path:
+                first = max(0, block - node.start)
+                keeper.recall(lease, node.keys[first:num_blocks])
         keeper.leases[lease.id] = lease
         lease.announce(self.block_bytes)
 
     def _attach_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        checkpoint.num_hits += 1
-        checkpoint.last_used = self.keeper.clock
-        self.keeper.stats.checkpoints_hit += 1
-        self.keeper.offer(checkpoint)
+        self.keeper.use_checkpoint(lease, checkpoint)
         for group, state in enumerate(checkpoint.states):
             assert state is not None
             state.refs += 1
@@ -80,6 +83,13 @@ class Leasing:
         if checkpoint.tail_tokens or lease.is_pin:
             lease.tail = checkpoint
             checkpoint.holds += 1
+
+    def _continue_node(self, lease: Lease) -> None:
+        """Where every block boundary can be resumed, the end of a leaf is the end of the request that left it."""
+        leaf, keeper = lease.leaf, self.keeper
+        if leaf.parent is not None and not leaf.children and leaf.refs == 1:
+            keeper.reused(leaf.rating, leaf.last_used)
+            lease.turn, lease.continued_from = leaf.turn + 1, lease.computed
 
     def _name_tables(self, lease: Lease) -> None:
         groups = self.keeper.layout.token_groups
@@ -148,7 +158,7 @@ class Leasing:
         if checkpoint is not None:
             checkpoint.holds -= 1
             if not checkpoint.holds and checkpoint.node is not None:
-                self.keeper.offer(checkpoint)
+                self.keeper.offer_again(checkpoint)
 
     def keep_end(self, lease: Lease) -> None:
         """Make a checkpoint of where the lease stands, with its states and the block begun."""
@@ -161,9 +171,9 @@ class Leasing:
         if begun:
             tail_tokens = bytes(lease.tokens[block * self.block_bytes : position * TOKEN_BYTES])
             tail_pages = [NULL_PAGE if table is None else table.pop(block) for table in lease.tables]
-        checkpoint = Checkpoint(position, lease.states, tail_tokens, tail_pages)
+        checkpoint = Checkpoint(position, lease.states, Kind.END, tail_tokens, tail_pages)
         lease.states = [None] * len(self.state_groups)
-        keeper.add_checkpoint(lease.leaf, checkpoint, has_local=True)
+        keeper.add_checkpoint(lease, checkpoint, has_local=True)
         if checkpoint.node is not None:
             checkpoint.node.hold_slabs(lease.slabs)
             lease.local_first = [block] * len(lease.tables)  # the checkpoint has taken over what the lease saw
@@ -197,7 +207,8 @@ class Leasing:
         twin.prompt_tokens, twin.cached_tokens = lease.prompt_tokens, lease.cached_tokens
         twin.leaf, twin.computed, twin.local_first = lease.leaf, lease.computed, list(lease.local_first)
         twin.leaf.refs += 1
-        twin.wanted, twin.keeps = set(lease.wanted), list(lease.keeps)
+        twin.wanted, twin.keeps = dict(lease.wanted), list(lease.keeps)
+        twin.turn, twin.continued_from = lease.turn, lease.continued_from
         twin.tables = [table if table is None else table[:end] for table in lease.tables]
         self._name_tables(twin)
         for group in keeper.local:

@@ -1,10 +1,26 @@
-"""Two small interfaces that decide what is worth its bytes, with plain defaults: where to keep checkpoints, and what to
-evict first. Policies see facts, never pages."""
+"""Two small interfaces that decide what is worth its bytes: where to keep checkpoints, and what to evict first.
+
+Policies see facts, never pages. The plain ones are here; `reuse` has the one that learns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from math import log2
+from typing import NamedTuple, Protocol, TypeAlias
+
+
+class Kind(IntEnum):
+    """Why a checkpoint is kept."""
+
+    END = 0
+    """Where a prompt, a reply or a preempted request ends: the place to continue from."""
+    BRANCH = 1
+    """Where a known prefix is left."""
+    BREAKPOINT = 2
+    """The caller named it."""
+    GRID = 3
 
 
 class PromptFacts(NamedTuple):
@@ -21,53 +37,132 @@ class PromptFacts(NamedTuple):
 
 
 class CheckpointPolicy(Protocol):
-    def positions(self, facts: PromptFacts) -> Iterable[int]:
-        """Where in the prompt to keep a checkpoint; positions are rounded down to blocks."""
+    def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
+        """Where in the prompt to keep a checkpoint, and why; positions are rounded down to blocks."""
         ...
 
 
 class Candidate(NamedTuple):
-    """Something that may be evicted: the end of a run of blocks, or a checkpoint."""
+    """Something that may be evicted: a checkpoint with the KV that only it needs, or (where every block boundary can be
+    resumed) the end of a run of blocks."""
 
-    is_checkpoint: bool
-    last_used: int
-    """A clock that ticks with each request."""
+    kind: Kind
+    is_superseded: bool
+    """Something deeper on its path is kept: whoever goes on from there does not need this one."""
+    turn: int
+    """How often its request had been continued before it: 0 for a first prompt."""
+    new_tokens: int
+    """What its request added to the one it continued."""
     num_hits: int
-    position: int
-    """Tokens from the start of the sequence up to its end."""
-    num_tokens: int
-    """Tokens it stands for: its blocks, or all before the checkpoint."""
+    start: int
+    """Where a request would resume without it."""
+    end: int
+    """Where a request resumes with it."""
     num_bytes: int
+    """What evicting it makes free."""
+
+
+Numbers: TypeAlias = tuple[int, ...]
+
+
+class Rating(NamedTuple):
+    """What a policy makes of a candidate."""
+
+    lane: Numbers
+    """Of two candidates in one lane only age decides: `EvictionPolicy.value` is asked for the oldest and the newest."""
+    group: Numbers = ()
+    """Candidates with the same prospects, for policies that learn; empty for those that do not."""
 
 
 class EvictionPolicy(Protocol):
-    def value(self, candidate: Candidate) -> float:
-        """Lowest goes first. Asked when something becomes evictable or is used, not at each eviction."""
+    """What to evict first. Ages are counted in requests."""
+
+    newest_may_go: bool
+    """Whether the newest of a lane may be worth less than the oldest."""
+
+    def rate(self, candidate: Candidate) -> Rating:
+        """Asked when something becomes evictable, or its facts change."""
+        ...
+
+    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
+        """Lowest goes first. `oldest_age`: of all candidates."""
+        ...
+
+    def learn_kept(self, group: Numbers, count: int) -> None:
+        """`count` more of a group are there to be reused (fewer, if negative)."""
+        ...
+
+    def learn_reused(self, group: Numbers, age: int) -> None:
+        """One of a group was asked for, whether it was still there or not."""
         ...
 
 
 class LeastRecentlyUsed:
-    """Blocks and checkpoints in one queue; of equal age, the deeper goes first."""
+    """One lane for all."""
 
-    def value(self, candidate: Candidate) -> float:
-        return candidate.last_used - candidate.position / 2**40
+    newest_may_go = False
+
+    def rate(self, candidate: Candidate) -> Rating:
+        return _ONE_LANE
+
+    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
+        return -age
+
+    def learn_kept(self, group: Numbers, count: int) -> None:
+        """Learns nothing."""
+
+    def learn_reused(self, group: Numbers, age: int) -> None:
+        """Learns nothing."""
+
+
+_ONE_LANE = Rating((0,))
+
+
+class RecencyAndFlops(LeastRecentlyUsed):
+    """Recency plus compute saved per byte, each as a part of the most there is: the score of the Marconi paper
+    (arXiv 2411.19379), with equal weights."""
+
+    def __init__(self, flops: Callable[[int, int], float] | None = None) -> None:
+        """`flops(start, end)`: of computing these tokens; without it, tokens are counted."""
+        self._flops = flops or (lambda start, end: float(end - start))
+        self._most = 1e-30
+
+    def rate(self, candidate: Candidate) -> Rating:
+        saved = self._flops(candidate.start, candidate.end) / max(1, candidate.num_bytes)
+        self._most = max(self._most, saved)
+        return Rating((quarter_octave(saved),))
+
+    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
+        return float(2.0 ** (lane[0] / 4)) / self._most - age / max(1, oldest_age)
+
+
+def quarter_octave(value: float) -> int:
+    """The logarithm of a positive number, in steps of 2 ** (1/4)."""
+    return round(4 * log2(value)) if value > 0 else -4096
 
 
 class PromptEndBranchesGrid:
     """Checkpoints at the last block boundary a repeated prompt can resume from, where a known prefix is left, at the
     caller's breakpoints, and on a sparse grid."""
 
-    def __init__(self, grid_tokens: int | None) -> None:
+    def __init__(self, grid_tokens: int | None, near_tokens: int = 0) -> None:
+        """`near_tokens`: the end of a prompt is not kept if the caller named a place so close before it."""
         self.grid_tokens = grid_tokens
+        self.near_tokens = near_tokens
 
-    def positions(self, facts: PromptFacts) -> Iterable[int]:
-        yield (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
-        yield from facts.breakpoints
+    def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
+        end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
+        named = max((p for p in facts.breakpoints if p <= facts.prompt_tokens), default=0)
+        near = named if named > 0 and abs(end - named) <= self.near_tokens else end
+        yield near, Kind.END
         if facts.matched_tokens > facts.cached_tokens:
-            yield facts.matched_tokens
+            yield facts.matched_tokens, Kind.BRANCH
+        for position in facts.breakpoints:
+            yield position, Kind.BREAKPOINT
         if self.grid_tokens:
             first = facts.cached_tokens // self.grid_tokens + 1
-            yield from range(first * self.grid_tokens, facts.prompt_tokens, self.grid_tokens)
+            for position in range(first * self.grid_tokens, facts.prompt_tokens, self.grid_tokens):
+                yield position, Kind.GRID
 
 
 def affordable_grid(checkpoint_bytes: int, kv_bytes_per_token: int, least: int = 256) -> int:

@@ -152,9 +152,9 @@ class Steps:
             self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
-        for kept in step.kept:
+        for kept in reversed(step.kept):  # the deepest first: it supersedes the others
             if kept.position <= target:
-                self.keeper.add_checkpoint(lease.leaf, Checkpoint(kept.position, kept.states))
+                self.keeper.add_checkpoint(lease, Checkpoint(kept.position, kept.states, lease.wanted[kept.position]))
             else:
                 self.keeper.drop_states(kept.states)
         if lease.keeps and lease.keeps[0] <= target:
@@ -230,9 +230,11 @@ class Steps:
             node = index.append(leaf, tokens, pages, may_grow=leaf.refs == 1)
             node.hold_slabs(lease.slabs)
             keeper.stats.blocks_published += end - first
+            keeper.recall(lease, node.keys[first - end :])
             if keeper.events.enabled and not node.dead:
                 keeper.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
+            node.turn, node.new_tokens = lease.turn, end * self.block_tokens - lease.continued_from
         lease.copied = []
         self._own_slabs_only(lease)
         lease.announce(self.block_bytes)

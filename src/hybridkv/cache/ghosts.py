@@ -1,0 +1,49 @@
+"""What was evicted, by name: so that asking for it again can be learned from, and told from what was never seen."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridkv.cache.policy import Numbers
+
+
+class Ghost(NamedTuple):
+    """What is remembered of something that was evicted."""
+
+    position: int
+    turn: int
+    """Of a request that would have continued it."""
+    group: Numbers
+    """Its prospects, as the eviction policy saw them."""
+    last_used: int
+    is_superseded: bool
+
+
+class Ghosts:
+    """A bounded number of them; the oldest are forgotten first."""
+
+    def __init__(self, limit: int = 1 << 16) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[bytes, Ghost] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def remember(self, key: bytes, ghost: Ghost) -> None:
+        self._by_key.pop(key, None)
+        self._by_key[key] = ghost
+        if len(self._by_key) > self._limit:
+            self._by_key.popitem(last=False)
+
+    def recall(self, keys: Sequence[bytes]) -> Ghost | None:
+        """The deepest ghost among consecutive blocks, which is no ghost any more."""
+        if self._by_key:
+            for key in reversed(keys):
+                if key in self._by_key:
+                    return self._by_key.pop(key)
+        return None
+
+    def clear(self) -> None:
+        self._by_key.clear()

@@ -1,0 +1,40 @@
+"""Policies by name, and the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+
+from hybridkv.cache.layout import CacheLayout
+from hybridkv.cache.policy import (
+    CheckpointPolicy,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    PromptEndBranchesGrid,
+    RecencyAndFlops,
+    affordable_grid,
+)
+from hybridkv.cache.reuse import PredictedReuse
+from hybridkv.errors import HybridKVError
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "reuse": PredictedReuse,
+    "lru": LeastRecentlyUsed,
+    "flops": RecencyAndFlops,
+}
+DEFAULT_POLICY = "reuse"
+
+
+def named_policy(name: str) -> EvictionPolicy:
+    """A new policy of that name."""
+    if name not in POLICIES:
+        close = get_close_matches(name, POLICIES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise HybridKVError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
+    return POLICIES[name]()
+
+
+def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
+    """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
+    grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16)
