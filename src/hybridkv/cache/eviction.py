@@ -51,8 +51,8 @@ def _first_filed(heap: list[tuple[int, int, Item]]) -> Item | None:
 class EvictionQueue:
     """Checkpoints, and nodes where no checkpoints are needed, in lanes of equal prospects.
 
-    What is in use is taken out when its turn comes, and must be offered again when it is free. Blocks that no checkpoint
-    needs are *bare*: they can supply nothing and go before everything else.
+    What is in use is taken out when its turn comes, and must be offered again when it is free. Blocks that no
+    checkpoint needs are *bare*: they can supply nothing and go before everything else.
     """
 
     def __init__(self, layout: CacheLayout, policy: EvictionPolicy) -> None:

@@ -4,7 +4,7 @@ The value of keeping something is *chance of reuse x tokens saved / (bytes x tim
 facts. Chance and time are learned as the cache runs, from what was reused and when, also after it was evicted:
 
 - The **chance** that an end is continued depends on its turn. If each conversation has its own inclination to go on,
-  those that went on before are more inclined: the rule of succession, (1 + turn) / (4 + turn), is where learning starts.
+  those that went on before are more inclined: learning starts from the rule of succession, (1 + turn) / (4 + turn).
   What was added last matters too: a large addition is rarely continued. What a deeper checkpoint supersedes is needed
   only where others branch off: there the kind of checkpoint and its hits tell more.
 - The **time** until reuse is learned as one distribution over ages for ends, and one for what is superseded.
@@ -16,20 +16,25 @@ then falls, so that under great pressure the newest go first, and something surv
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import defaultdict
+from itertools import pairwise
+from math import log2
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.cache.policy import Candidate, Kind, Numbers, Rating, quarter_octave
+from hybridkv.cache.policy import Candidate, Kind, Numbers, Rating
 
-_NUM_AGES = 44  # two an octave: up to four million requests
-_AGE_ENDS = np.array([max(1, round(2 ** ((i + 1) / 2))) for i in range(_NUM_AGES)], dtype=np.float64)
-_AGE_WIDTHS = np.diff(_AGE_ENDS, prepend=0.0)
-_CHANCES = np.array([0.005, 0.01, 0.02, 0.04, 0.08, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95])
+_NUM_AGES = 43  # two an octave, up to four million requests: 0-1, 2, 3, 4-5, 6-7, 8-11, 12-15 ...
+_AGE_ENDS = [2.0] + [(3 << octave) / 2 * scale for octave in range(1, 22) for scale in (1, 4 / 3)]
+_AGE_WIDTHS = np.diff(np.array(_AGE_ENDS), prepend=0.0)
+_CHANCES = [0.005, 0.01, 0.02, 0.04, 0.08, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
+_BETWEEN_CHANCES = [(a + b) / 2 for a, b in pairwise(_CHANCES)]
 _PRIOR_WEIGHT = 20.0
 """How many of a group must have been seen until they count as much as what was assumed before."""
-_LEARN_EVERY = 64
+_LEARN_EVERY = 256
+"""Things kept until the tables are made anew."""
 _FORGET_AFTER = 1 << 14
 """Things kept until all counts are halved: what people do changes."""
 _FIRST_CHANCE = {Kind.END: 0.05, Kind.BRANCH: 0.5, Kind.BREAKPOINT: 0.3, Kind.GRID: 0.1}
@@ -42,11 +47,13 @@ class PredictedReuse:
     newest_may_go = True
 
     def __init__(self) -> None:
-        self._kept: Counter[Numbers] = Counter()
-        self._reused: Counter[Numbers] = Counter()
+        self._kept: defaultdict[Numbers, int] = defaultdict(int)
+        self._reused: defaultdict[Numbers, int] = defaultdict(int)
         self._ages = [np.ones(_NUM_AGES), np.ones(_NUM_AGES)]
         """Reuses by age, of ends and of what is superseded."""
         self._worth: list[list[list[float]]] = []
+        self._levels: dict[Numbers, int] = {}
+        """The chance of each group, as the number of a chance."""
         self._num_kept = 0
         self._learn()
 
@@ -56,9 +63,11 @@ class PredictedReuse:
         else:
             turn = min(candidate.turn + candidate.num_hits, 5)
             group = (0, turn, min(max(candidate.new_tokens.bit_length(), 9), 15))
-        chance = int(_CHANCES.searchsorted(self.chance(group) * 0.85))
-        density = quarter_octave((candidate.end - candidate.start) / max(1, candidate.num_bytes)) // 2
-        return Rating((candidate.is_superseded, min(chance, len(_CHANCES) - 1), density), group)
+        level = self._levels.get(group)
+        if level is None:
+            level = self._levels[group] = bisect_left(_BETWEEN_CHANCES, self.chance(group))
+        tokens_per_byte = max(1, candidate.end - candidate.start) / max(1, candidate.num_bytes)
+        return Rating((group[0], level, round(2 * log2(tokens_per_byte))), group)
 
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
         is_superseded, chance, density = lane
@@ -87,7 +96,7 @@ class PredictedReuse:
     def _update(self, assumed: float, group: Numbers) -> float:
         return (self._reused[group] + _PRIOR_WEIGHT * assumed) / (max(0, self._kept[group]) + _PRIOR_WEIGHT)
 
-    def _count(self, counts: Counter[Numbers], group: Numbers, count: int) -> None:
+    def _count(self, counts: defaultdict[Numbers, int], group: Numbers, count: int) -> None:
         counts[group] += count
         counts[group[:2]] += count
 
@@ -102,6 +111,7 @@ class PredictedReuse:
 
     def _learn(self) -> None:
         self._worth = [worth_by_age(ages).tolist() for ages in self._ages]
+        self._levels.clear()
 
 
 def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -109,12 +119,10 @@ def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
     `reuses`: how often things were reused at each age.
     """
-    reused: npt.NDArray[np.float64] = _CHANCES[:, None] * (
-        reuses / reuses.sum()
-    )  # [chance, age]: of one kept, how many are reused then
+    reused = np.array(_CHANCES)[:, None] * (reuses / reuses.sum())  # [chance, age]: of one kept, how many then
     waiting = 1 - np.cumsum(reused, axis=1) + reused / 2  # how many are still there to wait, on average
     time_kept = waiting * _AGE_WIDTHS
-    worth = np.zeros_like(reused)
+    worth: npt.NDArray[np.float64] = np.zeros_like(reused)
     for age in range(_NUM_AGES):  # stop at the best of all later ages
         ratio = np.cumsum(reused[:, age:], axis=1) / np.cumsum(time_kept[:, age:], axis=1)
         ratio.max(axis=1, out=worth[:, age])
@@ -122,7 +130,6 @@ def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _age_index(age: int) -> int:
-    """Two an octave: 0-1, 2, 3, 4-5, 6-7, 8-11, 12-15 ..."""
     if age < 2:
         return 0
     octave = age.bit_length() - 1
