@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core clean
+.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-replay clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -56,6 +56,10 @@ bench: setup ## Benchmarks that need nothing else; each prints one JSON line las
 
 bench-core: setup-vllm ## The cache core against vLLM's KVCacheManager
 	$(VLLM_BIN)/python benchmarks/cache_core.py
+
+bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
+	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }
+	$(VLLM_BIN)/python benchmarks/replay_vs_vllm.py "$(TRACE)" $(ARGS)
 
 clean: ## Remove everything that was built
 	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

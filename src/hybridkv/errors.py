@@ -12,6 +12,10 @@ class ConfigError(HybridKVError):
     """A model's configuration is missing, unreadable, or says something we refuse to guess about."""
 
 
+class MissingFieldError(ConfigError):
+    """A model's configuration does not say something that has no default."""
+
+
 class ParallelismError(ConfigError):
     """The model cannot be split over the asked number of tensor-parallel ranks."""
 

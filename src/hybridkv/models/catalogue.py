@@ -1,4 +1,4 @@
-"""Published models by name: the cache-relevant part of their configs, kept in catalogue.json.
+"""Published models by name: the part of their configs that tells what they keep and compute, kept in catalogue.json.
 
 A name is the repository's, lower-cased, without owner and without what sets variants of one architecture apart. An
 entry is *verified* when a transformers config class says the same (a test compares them); all others are our own record

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.spec import DType, Split
 
 _REQUIRED = object()
@@ -40,7 +40,7 @@ class Config:
                     return source[key]
         if default is not _REQUIRED:
             return default
-        raise ConfigError(f"config of {self.name} ({self.model_type}) has no {keys[0]!r}: add it to config.json")
+        raise MissingFieldError(f"config of {self.name} ({self.model_type}) has no {keys[0]!r}: add it to config.json")
 
     def integer(self, *keys: str) -> int:
         """A positive integer."""

@@ -21,7 +21,7 @@ _COMMON_TP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """A config and where it came from."""
 
     name: str
@@ -40,7 +40,7 @@ def load_model(
     taps: Sequence[int] = (),
 ) -> ModelSpec:
     """The spec of `model`: a directory with a config.json, such a file, or a name of the catalogue."""
-    source = _locate(model)
+    source = locate(model)
     return read_config(
         source.config,
         name=source.name,
@@ -73,7 +73,7 @@ def read_config(
     """
     if not isinstance(tp, int) or not 1 <= tp <= 4096 or not 0 <= rank < tp:
         raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 to 4096, ranks count from 0")
-    cfg = _open_config(config, name)
+    cfg = open_config(config, name)
     cfg = replace(cfg, tp=tp, rank=rank, kv_dtype=kv_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype)
     layers = FAMILIES[cfg.model_type].describe(cfg)
     num_layers = len(layers.types)
@@ -98,7 +98,7 @@ def read_config(
     )
 
 
-def _open_config(config: Mapping[str, Any], name: str) -> Config:
+def open_config(config: Mapping[str, Any], name: str) -> Config:
     """The config of the language model (multimodal models nest it), with its family's defaults and its own dtypes."""
     outer = config.get("model_type")
     if not isinstance(outer, str):
@@ -142,14 +142,15 @@ def _working_sizes(cfg: Config) -> str:
     return ", ".join(str(tp) for tp in _COMMON_TP if works(tp))
 
 
-def _locate(model: str | Path) -> _Source:
+def locate(model: str | Path) -> Source:
+    """The config of `model`: a directory with a config.json, such a file, or a name of the catalogue."""
     path = _config_path(Path(model))
     if path is not None:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return _Source(name, _read_json(path), str(path), verified=True)
+        return Source(name, _read_json(path), str(path), verified=True)
     entry = find(str(model))
     if entry is not None:
-        return _Source(entry.name, entry.config, entry.source, verified=entry.verified_by is not None)
+        return Source(entry.name, entry.config, entry.source, verified=entry.verified_by is not None)
     close = similar(str(model))
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise ConfigError(
