@@ -125,7 +125,7 @@ class Cache:
         lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
         self._leasing.attach(lease, path, resume)
-        lease.cached_tokens = resume.position
+        lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, breakpoints)
         self._count_request(lease, resume)
         return lease

@@ -88,6 +88,7 @@ class Lease:
         "keeps",
         "leaf",
         "local_first",
+        "matched_tokens",
         "named_tables",
         "poisoned",
         "prompt_tokens",
@@ -117,6 +118,8 @@ class Lease:
         """Tokens whose KV and state are there: full, local and state groups all stand at this same depth."""
         self.cached_tokens = 0
         """What the index supplied when the lease began."""
+        self.matched_tokens = 0
+        """Full-attention KV that matched then, in whole blocks."""
         self.tables: list[Pages | None] = []
         """By token group: a page a block; None for taps the request did not ask for."""
         self.named_tables: dict[str, Pages] = {}

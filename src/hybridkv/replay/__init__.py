@@ -1,0 +1,25 @@
+"""Replaying request traces through the cache core: capacity planning, and the judge of policies. No torch."""
+
+from hybridkv.replay.driver import DEFAULT_POLICY, POLICIES, replay
+from hybridkv.replay.reading import TraceError, load_trace
+from hybridkv.replay.replies import Conversations
+from hybridkv.replay.report import ReplayReport, Setting
+from hybridkv.replay.service import ComputeModel, ServiceModel
+from hybridkv.replay.tokenizer import load_tokenizer
+from hybridkv.replay.traces import Trace, TraceRequest
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "ComputeModel",
+    "Conversations",
+    "ReplayReport",
+    "ServiceModel",
+    "Setting",
+    "Trace",
+    "TraceError",
+    "TraceRequest",
+    "load_tokenizer",
+    "load_trace",
+    "replay",
+]
