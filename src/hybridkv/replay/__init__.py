@@ -1,6 +1,6 @@
 """Replaying request traces through the cache core: capacity planning, and the judge of policies. No torch."""
 
-from hybridkv.replay.driver import DEFAULT_POLICY, POLICIES, replay
+from hybridkv.replay.driver import DEFAULT_POLICY, POLICIES, check_policy, replay
 from hybridkv.replay.reading import TraceError, load_trace
 from hybridkv.replay.replies import Conversations
 from hybridkv.replay.report import ReplayReport, Setting
@@ -19,6 +19,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceRequest",
+    "check_policy",
     "load_tokenizer",
     "load_trace",
     "replay",

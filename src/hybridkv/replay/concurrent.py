@@ -136,9 +136,9 @@ class Concurrent:
 
     def _look_for_leader(self, job: _Job) -> None:
         """If a running request computes its prefix, have it leave a checkpoint where the two part."""
-        if not job.follows and not job.computed and self._cache.follow(self._cache.match(self._request(job).prompt)):
+        if not job.computed and self._cache.follow(self._cache.match(self._request(job).prompt)):
+            self._meter.followed += not job.follows
             job.follows = True
-            self._meter.followed += 1
 
     def _request(self, job: _Job) -> TraceRequest:
         return self._requests[job.index]
@@ -157,6 +157,8 @@ class Concurrent:
         known_reply = max(0, job.computed - request.prompt_tokens) * TOKEN_BYTES
         supply, seen = self._meter.supply_misses(), self._meter.seen.length(request)
         lease = self._cache.begin(request.prompt + reply[:known_reply], breakpoints=breakpoints(request))
+        for waiting in self._waiting[1 : 1 + _LOOK_AHEAD]:
+            self._look_for_leader(waiting)  # before the step is sent off: it can still be told to keep a state
         if self._no_room_for_prefill(lease):
             self._cache.abort(lease)
             if self._decoding:
@@ -169,8 +171,6 @@ class Concurrent:
             self._meter.started(request, lease, supply, seen)
             self._meter.queue_waits.append(self.now_s - job.ready_s)
         self._prefill(running)
-        for waiting in self._waiting[:_LOOK_AHEAD]:
-            self._look_for_leader(waiting)
         return True
 
     def _refuse_waiting(self, job: _Job, request: TraceRequest) -> None:

@@ -66,8 +66,13 @@ def replay(
     return meter.report(setting, continued=sum(turn is not None for turn in continued_by), simulated_s=simulated_s)
 
 
+def check_policy(name: str) -> None:
+    """Refuse the name of a policy that is none."""
+    if name not in POLICIES:
+        raise HybridKVError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")
+
+
 def _make_cache(layout: CacheLayout, policy: str) -> Cache:
     """The one place where a policy is chosen by name."""
-    if policy not in POLICIES:
-        raise HybridKVError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    check_policy(policy)
     return Cache(layout, run_operations=lambda operations: None)  # to be: Cache(layout, policy=policy, ...)
