@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -117,7 +116,6 @@ def test_a_figure(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_figure_without_matplotlib_is_refused_at_once(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("hybridkv.cli.replay_plot.find_spec", lambda name: None)
     assert run(["replay", trace, "--model", MODEL, "--plot", "x.png"]) == 2
     assert "pip install 'hybridkv[plot]'" in capsys.readouterr().err

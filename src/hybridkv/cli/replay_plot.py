@@ -50,7 +50,8 @@ def _draw_bytes(axes: Any, report: ReplayReport) -> None:
     names = [name for name in samples[0] if name != "t"]
     times = [sample["t"] for sample in samples]
     axes.stackplot(times, [[sample[name] / _GIB for sample in samples] for name in names], labels=names)
-    axes.set(xlabel="seconds", ylabel="GiB", title=f"{report.setting.trace} on {report.setting.model}")
+    unit = "requests" if report.setting.serial else "seconds"
+    axes.set(xlabel=unit, ylabel="GiB", title=f"{report.setting.trace} on {report.setting.model}")
 
 
 def _draw_sweep(axes: Any, reports: Sequence[ReplayReport]) -> None:

@@ -87,14 +87,14 @@ class Meter:
         self._misses["refused"] += request.prompt_tokens
         self._saved_parts.append(0.0)
 
-    def ended(self, now_s: float) -> None:
-        """A request was served or refused."""
+    def ended(self, now: float) -> None:
+        """A request was served or refused. `now`: seconds, or requests where there is no time."""
         self._ended += 1
         self._peak_slabs = max(self._peak_slabs, sum(self._cache.slabs_in_use().values()))
         if self._ended * _SAMPLES // self._num_requests > (self._ended - 1) * _SAMPLES // self._num_requests:
             pages = self._cache.pages_in_use()
             held = {name: float(count * self._page_bytes[name]) for name, count in pages.items()}
-            self._samples.append({"t": now_s, **held})
+            self._samples.append({"t": now, **held})
 
     def report(self, setting: Setting, *, continued: int, simulated_s: float | None) -> ReplayReport:
         stats = self._cache.stats
