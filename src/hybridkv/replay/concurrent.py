@@ -12,10 +12,9 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from hybridkv.cache import Cache, Lease, NoRoom
+from hybridkv.replay.jobs import Event, Job, Running
 from hybridkv.replay.meter import Meter
 from hybridkv.replay.room import could_fit, extend_some, prefill_step
 from hybridkv.replay.serial import Requests, breakpoints, fed_reply
@@ -26,41 +25,6 @@ _DECODE_STEP = 256
 """Tokens of a reply that take their pages at once."""
 _LOOK_AHEAD = 8
 """Waiting requests that are looked at when a prefill starts: do they share its prefix?"""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request that has arrived."""
-
-    index: int
-    ready_s: float
-    computed: int = 0
-    """Tokens computed before it was preempted; 0: it has not started yet."""
-    has_first_token: bool = False
-    follows: bool = False
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Small: old."""
-        return self.ready_s, self.index
-
-
-@dataclass(slots=True)
-class _Running:
-    """A job with a lease."""
-
-    job: _Job
-    request: TraceRequest
-    reply: bytes
-    lease: Lease
-    before: int
-    """Tokens of it that had been computed before it started, by anyone."""
-
-
-class _Event(Enum):
-    ARRIVAL = auto()
-    PREFILLED = auto()
-    DECODED = auto()
 
 
 class Concurrent:
@@ -86,28 +50,28 @@ class Concurrent:
         self._continued_by = continued_by
         self._prompts_only = prompts_only
         self._progress = progress
-        self._events: list[tuple[float, int, _Event, int, _Running | None]] = []
+        self._events: list[tuple[float, int, Event, int, Running | None]] = []
         self._num_events = 0
-        self._waiting: list[_Job] = []
+        self._waiting: list[Job] = []
         self._early: set[int] = set()
         self._turns_before = [0] * len(requests)
-        self._prefilling: _Running | None = None
-        self._decoding: dict[int, _Running] = {}
+        self._prefilling: Running | None = None
+        self._decoding: dict[int, Running] = {}
         self._is_full = False
         """The next to start found no room: it is tried again when something has ended."""
         for turn in continued_by:
             if turn is not None:
                 self._turns_before[turn] += 1
         for index, arrival_s in enumerate(arrivals_s):
-            self._at(arrival_s, _Event.ARRIVAL, index, None)
+            self._at(arrival_s, Event.ARRIVAL, index, None)
 
     def run(self) -> float:
         """Until every request has ended; returns the time that took in the simulation."""
         while self._events:
             self.now_s, _, event, index, running = heapq.heappop(self._events)
-            if event is _Event.ARRIVAL:
+            if event is Event.ARRIVAL:
                 self._arrive(index)
-            elif running is not None and event is _Event.PREFILLED:
+            elif running is not None and event is Event.PREFILLED:
                 self._prefilled(running)
             elif running is not None and self._decoding.get(index) is running:  # else preempted meanwhile
                 self._decode(running)
@@ -116,7 +80,7 @@ class Concurrent:
         assert not self._early
         return self.now_s
 
-    def _at(self, time_s: float, event: _Event, index: int, running: _Running | None) -> None:
+    def _at(self, time_s: float, event: Event, index: int, running: Running | None) -> None:
         heapq.heappush(self._events, (time_s, self._num_events, event, index, running))
         self._num_events += 1
 
@@ -126,28 +90,28 @@ class Concurrent:
         if self._turns_before[index]:
             self._early.add(index)
             return
-        job = _Job(index, self.now_s)
+        job = Job(index, self.now_s)
         self._wait(job)
         if self._prefilling is not None and len(self._waiting) <= _LOOK_AHEAD:
             self._look_for_leader(job)
 
-    def _wait(self, job: _Job) -> None:
+    def _wait(self, job: Job) -> None:
         insort(self._waiting, job, key=lambda job: job.rank)
 
-    def _look_for_leader(self, job: _Job) -> None:
+    def _look_for_leader(self, job: Job) -> None:
         """If a running request computes its prefix, have it leave a checkpoint where the two part."""
         if not job.computed and self._cache.follow(self._cache.match(self._request(job).prompt)):
             self._meter.followed += not job.follows
             job.follows = True
 
-    def _request(self, job: _Job) -> TraceRequest:
+    def _request(self, job: Job) -> TraceRequest:
         return self._requests[job.index]
 
     def _start_next(self) -> None:
         while self._waiting and self._prefilling is None and not (self._is_full and self._decoding):
             self._is_full = not self._start(self._waiting[0])
 
-    def _start(self, job: _Job) -> bool:
+    def _start(self, job: Job) -> bool:
         """Start a job, or refuse it; False: there is no room now."""
         request = self._request(job)
         reply = b"" if self._prompts_only else fed_reply(request)
@@ -166,14 +130,14 @@ class Concurrent:
             self._refuse_waiting(job, request)
             return True
         self._waiting.pop(0)
-        running = _Running(job, request, reply, lease, max(seen, job.computed))
+        running = Running(job, request, reply, lease, max(seen, job.computed))
         if not job.computed:
             self._meter.started(request, lease, supply, seen)
             self._meter.queue_waits.append(self.now_s - job.ready_s)
         self._prefill(running)
         return True
 
-    def _refuse_waiting(self, job: _Job, request: TraceRequest) -> None:
+    def _refuse_waiting(self, job: Job, request: TraceRequest) -> None:
         self._waiting.remove(job)
         if not job.computed:
             self._meter.never_started(request)
@@ -188,15 +152,15 @@ class Concurrent:
             return isinstance(self._cache.extend(lease, num_tokens), NoRoom)
         return isinstance(extend_some(self._cache, lease, num_tokens), NoRoom)
 
-    def _prefill(self, running: _Running) -> None:
+    def _prefill(self, running: Running) -> None:
         """The step that the lease has in flight runs now."""
         step = running.lease.step
         assert step is not None
         self._prefilling = running
         end_s = self.now_s + self._service.prefill_seconds(step.start, step.end)
-        self._at(end_s, _Event.PREFILLED, running.job.index, running)
+        self._at(end_s, Event.PREFILLED, running.job.index, running)
 
-    def _prefilled(self, running: _Running) -> None:
+    def _prefilled(self, running: Running) -> None:
         self._prefilling = None
         self._commit(running)
         lease = running.lease
@@ -215,7 +179,7 @@ class Concurrent:
         self._decoding[running.job.index] = running
         self._decode(running)
 
-    def _commit(self, running: _Running) -> None:
+    def _commit(self, running: Running) -> None:
         start = running.lease.computed
         self._cache.commit(running.lease)
         end = running.job.computed = running.lease.computed
@@ -224,7 +188,7 @@ class Concurrent:
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
-    def _decode(self, running: _Running) -> None:
+    def _decode(self, running: Running) -> None:
         """Go on with the reply, or end."""
         lease = running.lease
         num_tokens = min(_DECODE_STEP, lease.num_tokens - lease.computed)
@@ -245,34 +209,34 @@ class Concurrent:
         start = lease.computed
         self._commit(running)
         end_s = self.now_s + self._service.decode_seconds(lease.computed - start)
-        self._at(end_s, _Event.DECODED, running.job.index, running)
+        self._at(end_s, Event.DECODED, running.job.index, running)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def _preempt(self, running: _Running) -> None:
+    def _preempt(self, running: Running) -> None:
         self._cache.release(running.lease)
         self._decoding.pop(running.job.index, None)
         self._wait(running.job)
         self._meter.preempted += 1
         self._is_full = True
 
-    def _give_up(self, running: _Running) -> None:
+    def _give_up(self, running: Running) -> None:
         self._cache.abort(running.lease)
         self._decoding.pop(running.job.index, None)
         self._refused(running.job)
 
-    def _refused(self, job: _Job) -> None:
+    def _refused(self, job: Job) -> None:
         self._meter.refused += 1
         self._ended(job)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running) -> None:
         self._cache.release(running.lease)
         del self._decoding[running.job.index]
         if not self._prompts_only:
             self._meter.output_tokens += running.request.output_tokens
         self._ended(running.job)
 
-    def _ended(self, job: _Job) -> None:
+    def _ended(self, job: Job) -> None:
         """Room may have come free, and the next turn may arrive."""
         self._is_full = False
         turn = self._continued_by[job.index]
