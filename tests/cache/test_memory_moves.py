@@ -279,3 +279,18 @@ def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> No
     for lease, count in ((b, 1), (c, 1), (late, 2)):
         assert sim.compute(lease, count)
     sim.cache.check_integrity()
+
+
+def test_nothing_is_evicted_for_a_step_that_finds_no_room_anyway() -> None:
+    layout = CacheLayout.of([CacheGroup("full", Role.FULL, 4)], block_tokens=4, num_slabs=33)
+    sim = Sim(layout)
+    running = sim.prompt(tokens(160))
+    for seed in range(1, 11):
+        sim.serve(tokens(32, seed))
+    before = sim.cache.pages_in_use()
+    refused = sim.cache.extend(sim.cache.begin(tokens(400, 99)), 400)
+    assert isinstance(refused, NoRoom)
+    assert not refused.never
+    assert sim.cache.pages_in_use() == before
+    sim.cache.release(running)
+    assert sim.cache.stats.blocks_evicted == 0

@@ -5,7 +5,7 @@ from hybridkv.cache.cache import Cache, CacheError, Pin
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
 from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
-from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES
+from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.stats import CacheStats, Event
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "StepTables",
     "ZeroPage",
     "ZeroSlab",
+    "named_policy",
 ]

@@ -86,9 +86,13 @@ class Keeper:
         if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
             return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
         self.run_operations()  # slabs that were emptied may wait for it
+        if not self.arena.fits(needs) and not self.arena.could_ever_fit(_sum(needs, self._pages_of_leases())):
+            return self._no_room(0)  # nothing is evicted in vain
         pins, num_evicted = _Pins(self.in_flight), 0
         while not self.arena.fits(needs):
             if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
+                self.stats.compactions += 1
+                self.stats.pages_moved = self.arena.num_moves
                 self.run_operations()
             elif num_evicted == most_evictions or not self._evict_least(needs):
                 return self._no_room(len(pins.refused))
@@ -99,6 +103,23 @@ class Keeper:
             if not self._evict_least(needs):
                 break
         return None
+
+    def _pages_of_leases(self) -> Needs:
+        """By pool: pages that cannot be evicted, or some fewer. What leases share is counted once."""
+        nodes = {node for lease in self.leases.values() for node in lease.leaf.path()}
+        held: Needs = {}
+        for group in (*self.full, *self.taps):
+            num_pages = sum(len(node.pages[group] or ()) for node in nodes)
+            num_pages += sum(max(0, len(lease.tables[group] or ()) - lease.leaf.end) for lease in self.leases.values())
+            held[self.token_pools[group]] = held.get(self.token_pools[group], 0) + num_pages
+        for group in self.local:
+            seen = {page for lease in self.leases.values() for page in lease.tables[group] or ()}
+            held[self.token_pools[group]] = len(seen - {NULL_PAGE})
+        for group, pool in enumerate(self.state_pools):
+            states = [lease.states[group] for lease in self.leases.values()]
+            # One that is shared may be so with a checkpoint: when that goes, it is written in place.
+            held[pool] = sum(len(state.pages) for state in states if state is not None and state.refs == 1)
+        return held
 
     def _no_room(self, num_pinned: int) -> NoRoom:
         if self.arena.has_limbo:
@@ -459,6 +480,10 @@ def _runs_upwards(leaf: Node, group: int, first: int, last: int) -> Iterator[tup
         low = max(first, node.start)
         yield node, pages, low - node.start, last - node.start
         last = low
+
+
+def _sum(needs: Needs, held: Needs) -> Needs:
+    return {pool: needs.get(pool, 0) + held.get(pool, 0) for pool in (needs | held)}
 
 
 def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:

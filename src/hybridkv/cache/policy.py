@@ -152,9 +152,8 @@ class PromptEndBranchesGrid:
 
     def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
         end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
-        named = max((p for p in facts.breakpoints if p <= facts.prompt_tokens), default=0)
-        near = named if named > 0 and abs(end - named) <= self.near_tokens else end
-        yield near, Kind.END
+        named = max((p for p in facts.breakpoints if p < facts.prompt_tokens), default=0)
+        yield named if named > 0 and end - named <= self.near_tokens else end, Kind.END
         if facts.matched_tokens > facts.cached_tokens:
             yield facts.matched_tokens, Kind.BRANCH
         for position in facts.breakpoints:

@@ -17,21 +17,22 @@ from hybridkv.cache.policy import (
 from hybridkv.cache.reuse import PredictedReuse
 from hybridkv.errors import HybridKVError
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
-    "reuse": PredictedReuse,
-    "lru": LeastRecentlyUsed,
+Flops = Callable[[int, int], float]
+POLICIES: Mapping[str, Callable[[Flops | None], EvictionPolicy]] = {
+    "reuse": lambda flops: PredictedReuse(),
+    "lru": lambda flops: LeastRecentlyUsed(),
     "flops": RecencyAndFlops,
 }
 DEFAULT_POLICY = "reuse"
 
 
-def named_policy(name: str) -> EvictionPolicy:
-    """A new policy of that name."""
+def named_policy(name: str, flops: Flops | None = None) -> EvictionPolicy:
+    """A new policy of that name. `flops(start, end)`: of computing these tokens, for policies that ask."""
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HybridKVError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
-    return POLICIES[name]()
+    return POLICIES[name](flops)
 
 
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:

@@ -30,6 +30,8 @@ class CacheStats:
     rolled_back_tokens: int = 0
     invalid_pages: int = 0
     no_room: int = 0
+    compactions: int = 0
+    pages_moved: int = 0
 
 
 class Event(NamedTuple):

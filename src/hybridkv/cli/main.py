@@ -11,6 +11,7 @@ import typer
 from hybridkv import __version__
 from hybridkv.cli.models import models_command
 from hybridkv.cli.plan import plan_command
+from hybridkv.cli.replay import replay_command
 from hybridkv.errors import HybridKVError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("models")(models_command)
+app.command("replay")(replay_command)
 
 # What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])

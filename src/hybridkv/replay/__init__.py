@@ -1,1 +1,23 @@
-"""Replay a trace of requests through the cache core, without a model and without a GPU."""
+"""Replaying request traces through the cache core: capacity planning, and the judge of policies. No torch."""
+
+from hybridkv.replay.driver import replay
+from hybridkv.replay.reading import TraceError, load_trace
+from hybridkv.replay.replies import Conversations
+from hybridkv.replay.report import ReplayReport, Setting
+from hybridkv.replay.service import ComputeModel, ServiceModel
+from hybridkv.replay.tokenizer import load_tokenizer
+from hybridkv.replay.traces import Trace, TraceRequest
+
+__all__ = [
+    "ComputeModel",
+    "Conversations",
+    "ReplayReport",
+    "ServiceModel",
+    "Setting",
+    "Trace",
+    "TraceError",
+    "TraceRequest",
+    "load_tokenizer",
+    "load_trace",
+    "replay",
+]

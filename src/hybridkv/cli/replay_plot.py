@@ -1,0 +1,82 @@
+"""Figures of replays. matplotlib is loaded when a figure is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hybridkv.errors import HybridKVError
+from hybridkv.replay import ReplayReport
+
+_GIB = 2**30
+_SUFFIXES = (".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Find out before the long work whether a figure can be saved."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise HybridKVError(f"plot {path}: name it .png or .svg")
+    if find_spec("matplotlib") is None:
+        raise HybridKVError("a plot needs matplotlib: pip install 'hybridkv[plot]'")
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise HybridKVError(f"cannot write plot {path}: {error.strerror}") from None
+    if not existed:
+        path.unlink()
+
+
+def save_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
+    """Hit ratio over memory, a line for each other setting; for one replay, bytes by group over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if len(reports) == 1:
+        _draw_bytes(axes, reports[0])
+    else:
+        _draw_sweep(axes, reports)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _draw_bytes(axes: Any, report: ReplayReport) -> None:
+    samples = report.bytes_by_group
+    names = [name for name in samples[0] if name != "t"]
+    times = [sample["t"] for sample in samples]
+    axes.stackplot(times, [[sample[name] / _GIB for sample in samples] for name in names], labels=names)
+    unit = "requests" if report.setting.serial else "seconds"
+    axes.set(xlabel=unit, ylabel="GiB", title=f"{report.setting.trace} on {report.setting.model}")
+
+
+def _draw_sweep(axes: Any, reports: Sequence[ReplayReport]) -> None:
+    labels = [_label(report, reports) for report in reports]
+    for label in dict.fromkeys(labels):
+        line = [report for report, own in zip(reports, labels, strict=True) if own == label]
+        line.sort(key=lambda report: report.setting.memory_bytes)
+        memory = [report.setting.memory_bytes / _GIB for report in line]
+        axes.plot(memory, [100 * report.hit_ratio for report in line], marker="o", label=label)
+    setting = reports[0].setting
+    axes.set(xlabel="GiB a rank", ylabel="hit ratio, %", title=f"{setting.trace} on {setting.model}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _label(report: ReplayReport, reports: Sequence[ReplayReport]) -> str:
+    """The settings, but memory, in which the replays differ."""
+    settings = [other.setting for other in reports]
+    own, parts = report.setting, []
+    if len({setting.policy for setting in settings}) > 1 or len({s.memory_bytes for s in settings}) == len(settings):
+        parts.append(own.policy)
+    if len({setting.tp for setting in settings}) > 1:
+        parts.append(f"TP {own.tp}")
+    if len({setting.state_dtype for setting in settings}) > 1:
+        parts.append(own.state_dtype or "default states")
+    if len({setting.block_tokens for setting in settings}) > 1:
+        parts.append(f"blocks of {own.block_tokens}")
+    return ", ".join(parts)

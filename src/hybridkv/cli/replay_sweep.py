@@ -1,0 +1,52 @@
+"""`--sweep`: every combination of the values given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from hybridkv.errors import HybridKVError
+from hybridkv.units import parse_size
+
+KEYS = ("memory", "policy", "tp", "state-dtype", "block-tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """What a sweep may change."""
+
+    memory: str
+    policy: str
+    tp: int
+    state_dtype: str | None
+    block_tokens: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_size(self.memory)
+
+
+def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
+    """`base` with each combination of values; the first sweep changes slowest."""
+    axes: dict[str, list[Any]] = {}
+    for sweep in sweeps:
+        key, _, text = sweep.partition("=")
+        values = [value.strip() for value in text.split(",") if value.strip()]
+        if key not in KEYS or not values:
+            raise HybridKVError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
+        if key in axes:
+            raise HybridKVError(f"sweep over {key!r} twice: give all its values at once, as {key}=V1,V2")
+        axes[key] = [_value(key, value) for value in dict.fromkeys(values)]
+    names = [key.replace("-", "_") for key in axes]
+    return [replace(base, **dict(zip(names, values, strict=True))) for values in product(*axes.values())]
+
+
+def _value(key: str, text: str) -> str | int:
+    if key not in ("tp", "block-tokens"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise HybridKVError(f"sweep over {key}: {text!r} is not a whole number") from None

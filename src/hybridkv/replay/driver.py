@@ -1,0 +1,64 @@
+"""Replay a trace through a cache without tensors: the cache core is the real one, only time is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybridkv.cache import Cache, CacheLayout, named_policy
+from hybridkv.errors import HybridKVError
+from hybridkv.replay.concurrent import Concurrent
+from hybridkv.replay.meter import Meter
+from hybridkv.replay.replies import Conversations
+from hybridkv.replay.report import ReplayReport, Setting
+from hybridkv.replay.serial import Requests, replay_serial
+from hybridkv.replay.service import ComputeModel, ServiceModel
+from hybridkv.replay.traces import Trace
+
+
+def replay(
+    trace: Trace,
+    layout: CacheLayout,
+    setting: Setting,
+    *,
+    service: ServiceModel | None = None,
+    compute: ComputeModel | None = None,
+    conversations: Conversations | None = None,
+    progress: Callable[[], None] = lambda: None,
+    check: bool = False,
+) -> ReplayReport:
+    """Drive a cache with a trace, as `setting` says, and report what a deployment would see.
+
+    `service` times requests that run side by side: needed unless the setting is serial. `compute` counts FLOPs.
+    `conversations`: those of the trace, if they are known already. `progress` is called once a request. `check`:
+    recount the cache's books at the end.
+    """
+    if setting.speed <= 0:
+        raise HybridKVError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
+    policy = named_policy(setting.policy, None if compute is None else compute.flops)
+    cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
+    meter = Meter(cache, len(trace), trace.num_pieces, compute)
+    requests: Requests = trace
+    continued_by: list[int | None] = [None] * len(trace)
+    if not setting.prompts_only:
+        conversations = conversations or Conversations(trace)
+        requests, continued_by = conversations, conversations.continued_by
+    simulated_s = None
+    if setting.serial:
+        replay_serial(cache, requests, meter, prompts_only=setting.prompts_only, progress=progress)
+    else:
+        if service is None:
+            raise HybridKVError("a concurrent replay needs a service model: pass one, or make it serial")
+        simulated_s = Concurrent(
+            cache,
+            requests,
+            meter,
+            service,
+            arrivals_s=[record.arrival_s / setting.speed for record in trace.records],
+            continued_by=continued_by,
+            prompts_only=setting.prompts_only,
+            progress=progress,
+        ).run()
+    assert not cache.leases, "a request was not released"
+    if check:
+        cache.check_integrity()
+    return meter.report(setting, continued=sum(turn is not None for turn in continued_by), simulated_s=simulated_s)

@@ -1,0 +1,142 @@
+"""Trace files: JSON lines of three kinds, plain or gzipped. Every fault names the file and the line.
+
+{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2], "block_size": 512}
+{"timestamp": 0, "token_ids": [9, 2, 7], "output_token_ids": [4, 4]}
+{"timestamp": 0, "text": "...", "output_text": "..."}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridkv.errors import HybridKVError
+from hybridkv.replay.traces import TOKEN_BYTES, Chains, Record, Trace
+
+DEFAULT_PIECE_TOKENS = 512
+TOKEN_PIECE = 16
+_KINDS = {"hash_ids": "Mooncake", "token_ids": "token_ids", "text": "text"}
+_MOST_TOKENS = 2**31 - 1
+
+Tokenize = Callable[[str], list[int]]
+
+
+class TraceError(HybridKVError):
+    """A trace that cannot be read."""
+
+
+def load_trace(path: Path, tokenize: Tokenize | None = None) -> Trace:
+    """Read a trace; requests are put in the order of their timestamps. `tokenize`: for traces of text."""
+    reader = _Reader(tokenize)
+    for number, line in _lines(path):
+        try:
+            reader.read(line)
+        except TraceError as error:
+            raise TraceError(f"trace {path}, line {number}: {error}") from None
+    if not reader.records:
+        raise TraceError(f"trace {path} has no requests: give a file with one JSON object a line")
+    records = sorted(reader.records, key=lambda record: record.arrival_s)
+    first = records[0].arrival_s
+    for record in records:
+        record.arrival_s -= first
+    return Trace(path.name, records, reader.chains.fanout)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line
+    except UnicodeDecodeError:
+        raise TraceError(f"trace {path} is not text after line {number}: give JSON lines in UTF-8, or .gz") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise TraceError(f"cannot read trace {path}: {reason}") from None
+
+
+class _Reader:
+    """Makes records of lines; all lines of a trace are of one kind, as tokens of different kinds would not compare."""
+
+    def __init__(self, tokenize: Tokenize | None) -> None:
+        self.records: list[Record] = []
+        self.chains = Chains()
+        self._tokenize = tokenize
+        self._kind: str | None = None
+
+    def read(self, line: str) -> None:
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise TraceError(f"a {type(fields).__name__}, not an object")
+        kind = next((kind for kind in _KINDS if kind in fields), None)
+        if kind is None:
+            raise TraceError("no hash_ids, token_ids or text in it")
+        if kind != (self._kind or kind):
+            raise TraceError(f"a {_KINDS[kind]} line in a {_KINDS[self._kind or kind]} trace: keep kinds apart")
+        self._kind = kind
+        self.records.append(self._pieces(fields) if kind == "hash_ids" else self._tokens(fields, kind))
+
+    def _pieces(self, fields: dict[str, Any]) -> Record:
+        length = _integer(fields, "input_length", least=1)
+        size = _integer(fields, "block_size", least=1, default=DEFAULT_PIECE_TOKENS)
+        ids, needed = fields["hash_ids"], -(-length // size)
+        if not isinstance(ids, list) or not all(isinstance(name, (int, str)) for name in ids):
+            raise TraceError("hash_ids is not a list of integers")
+        if len(ids) < needed:
+            raise TraceError(f"{len(ids)} hash_ids for {length} tokens: blocks of {size} make it {needed}")
+        chain = self.chains.number(ids[:needed], size)
+        return Record(_seconds(fields), length, _integer(fields, "output_length", default=0), size, chain)
+
+    def _tokens(self, fields: dict[str, Any], kind: str) -> Record:
+        reply_field = "output_token_ids" if kind == "token_ids" else "output_text"
+        prompt = self._packed(fields, kind)
+        reply = self._packed(fields, reply_field) if fields.get(reply_field) is not None else b""
+        if not prompt:
+            raise TraceError(f"{kind} is empty: a request has at least 1 token")
+        given = len(reply) // TOKEN_BYTES
+        output_tokens = given or _integer(fields, "output_length", default=0)
+        tokens, size = prompt + reply, TOKEN_PIECE * TOKEN_BYTES
+        whole = range(0, len(tokens) // size * size, size)
+        chain = self.chains.number([tokens[start : start + size] for start in whole], TOKEN_PIECE)
+        count = len(prompt) // TOKEN_BYTES
+        return Record(_seconds(fields), count, output_tokens, TOKEN_PIECE, chain, prompt, reply)
+
+    def _packed(self, fields: dict[str, Any], name: str) -> bytes:
+        value = fields[name]
+        if name in ("text", "output_text"):
+            if not isinstance(value, str):
+                raise TraceError(f"{name} is not a string")
+            if self._tokenize is None:
+                raise TraceError("a trace of text needs a tokenizer: pass --tokenizer with its directory")
+            value = self._tokenize(value)
+        if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= _MOST_TOKENS for token in value):
+            raise TraceError(f"{name} is not a list of token ids from 0 to {_MOST_TOKENS}")
+        return np.array(value, dtype="<i4").tobytes()
+
+
+def _integer(fields: dict[str, Any], name: str, *, least: int = 0, default: int | None = None) -> int:
+    value = fields.get(name, default)
+    if value is None:
+        raise TraceError(f"no {name}")
+    if type(value) is not int or not least <= value <= _MOST_TOKENS:
+        raise TraceError(f"{name} is {value!r}: it must be an integer of at least {least}")
+    return value
+
+
+def _seconds(fields: dict[str, Any]) -> float:
+    value = fields.get("timestamp", 0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise TraceError(f"timestamp is {value!r}: it must be milliseconds, 0 or more")
+    return value / 1000

@@ -1,0 +1,83 @@
+"""What a replay found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hybridkv.cache import DEFAULT_POLICY
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+MISS_REASONS = ("never_seen", "kv_evicted", "state_missing", "window_missing", "tap_missing", "below_block", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What was replayed, and on what."""
+
+    trace: str
+    model: str
+    tp: int
+    memory_bytes: int
+    block_tokens: int
+    kv_dtype: str | None = None
+    state_dtype: str | None = None
+    policy: str = DEFAULT_POLICY
+    serial: bool = False
+    prompts_only: bool = False
+    speed: float = 1.0
+    accelerator: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The numbers of one replay. Tokens of prompts are counted once, however often a request had to start."""
+
+    setting: Setting
+    requests: int
+    refused: int
+    """Could not be served at all."""
+    preempted: int
+    followed: int
+    """Found the prefix they need being computed, and waited for it."""
+    continued: int
+    """Replies that a later request contains."""
+    input_tokens: int
+    output_tokens: int
+    hit_tokens: int
+    misses: Mapping[str, int]
+    recomputed_tokens: int
+    computed_flops: float | None
+    saved_flops: float | None
+    checkpoints_kept: int
+    checkpoints_hit: int
+    checkpoints_evicted: int
+    checkpoints_skipped: int
+    compactions: int
+    moved_pages: int
+    peak_bytes: int
+    arena_bytes: int
+    bytes_by_group: Sequence[Mapping[str, float]]
+    prefill_saved: Mapping[str, float]
+    queue_wait_s: Mapping[str, float] | None
+    ttft_s: Mapping[str, float] | None
+    simulated_s: float | None
+    seconds: float
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON: the setting first."""
+        numbers = asdict(self)
+        return {**numbers.pop("setting"), **numbers, "hit_ratio": self.hit_ratio}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p10 to p99 of `values`; all 0 without any."""
+    found = np.percentile(values, PERCENTILES) if len(values) else np.zeros(len(PERCENTILES))
+    return {f"p{percent}": float(value) for percent, value in zip(PERCENTILES, found, strict=True)}

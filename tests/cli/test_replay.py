@@ -1,0 +1,142 @@
+"""`hybridkv replay` as people use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cli.main import run
+from tests.replay.traces import MODEL, blocks, chats, write_trace
+
+RATES = ["--prefill-rate", "10000", "--decode-rate", "100"]
+SERIAL = ["--serial", "--prompts-only"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return str(write_trace(tmp_path / "trace.jsonl", chats(4, 3)))
+
+
+def replay_json(capsys: pytest.CaptureFixture[str], trace: str, *args: str) -> Any:
+    assert run(["replay", trace, "--model", MODEL, "--memory", "2GiB", *args, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_json_has_all_that_is_promised(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = replay_json(capsys, trace)
+    assert report["requests"] == 12
+    assert report["input_tokens"] == report["hit_tokens"] + sum(report["misses"].values())
+    assert report["hit_ratio"] == report["hit_tokens"] / report["input_tokens"] > 0
+    assert set(report["misses"]) >= {"never_seen", "kv_evicted", "state_missing", "window_missing", "below_block"}
+    assert 0 < report["peak_bytes"] <= report["arena_bytes"] <= report["memory_bytes"] == 2 * 2**30
+    assert report["seconds"] > 0
+    assert (report["trace"], report["model"], report["tp"]) == ("trace.jsonl", MODEL, 1)
+    assert report["accelerator"] == "h200"
+    assert report["computed_flops"] > 0
+    assert report["saved_flops"] > 0
+    assert report["ttft_s"]["p99"] >= report["ttft_s"]["p10"] > 0
+    assert report["continued"] == 8
+
+
+def test_options_reach_the_replay(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--limit", "5", "--speed", "2", "--block-tokens", "32", "--state-dtype", "bf16", "--kv-dtype", "fp8"]
+    report = replay_json(capsys, trace, *options, *RATES)
+    assert report["requests"] == 5
+    assert (report["speed"], report["block_tokens"], report["accelerator"]) == (2, 32, None)
+    assert (report["state_dtype"], report["kv_dtype"]) == ("bf16", "fp8")
+    report = replay_json(capsys, trace, *SERIAL)
+    assert (report["serial"], report["prompts_only"], report["output_tokens"]) == (True, True, 0)
+    assert report["ttft_s"] is None
+
+
+def test_a_sweep_is_every_combination(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps = ["--sweep", "memory=512MiB,2GiB", "--sweep", "block-tokens=16,64"]
+    reports = replay_json(capsys, trace, *SERIAL, *sweeps)
+    assert [(r["memory_bytes"] // 2**20, r["block_tokens"]) for r in reports] == [
+        (512, 16),
+        (512, 64),
+        (2048, 16),
+        (2048, 64),
+    ]
+    assert isinstance(replay_json(capsys, trace, *SERIAL, "--sweep", "tp=1"), list)
+
+
+def test_tables_say_what_matters(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", trace, "--model", MODEL, "--memory", "2GiB"]) == 0
+    text = capsys.readouterr().out
+    for words in ("trace.jsonl", MODEL, "hit", "never seen", "checkpoints", "time to first token", "prefill saved"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert run(["replay", trace, "--model", MODEL, *SERIAL, "--sweep", "memory=1GiB,2GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "1 GiB" in text
+    assert "hit ratio" in text
+
+
+def test_a_figure(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name, sweep in (
+        ("one.png", []),
+        ("many.svg", ["--sweep", "memory=1GiB,2GiB", "--sweep", "block-tokens=16,32"]),
+    ):
+        path = tmp_path / name
+        assert run(["replay", trace, "--model", MODEL, *SERIAL, *sweep, "--plot", str(path)]) == 0
+        assert path.stat().st_size > 1000
+
+
+def test_a_figure_without_matplotlib_is_refused_at_once(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybridkv.cli.replay_plot.find_spec", lambda name: None)
+    assert run(["replay", trace, "--model", MODEL, "--plot", "x.png"]) == 2
+    assert "pip install 'hybridkv[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "nope"], "unknown model 'nope'"),
+        (["--policy", "best"], "no policy 'best': choose one of"),
+        (["--memory", "1MiB"], "give it at least"),
+        (["--memory", "lots"], "80GiB"),
+        (["--limit", "0"], "at least 1 request"),
+        (["--speed", "0"], "speed 0"),
+        (["--accelerator", "abacus"], "unknown accelerator 'abacus': choose one of a100"),
+        (["--prefill-rate", "-1"], "more than 0 tokens a second"),
+        (["--sweep", "colour=red"], "with a key of memory, policy"),
+        (["--sweep", "memory="], "KEY=V1,V2"),
+        (["--sweep", "tp=two"], "'two' is not a whole number"),
+        (["--sweep", "tp=1", "--sweep", "tp=2"], "give all its values at once"),
+        (["--sweep", "policy=lru,best"], "no policy 'best'"),
+        (["--plot", "x.pdf"], "name it .png or .svg"),
+        (["--state-dtype", "int3"], "choose one of"),
+        (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
+    ],
+)
+def test_nonsense_gets_one_line_and_exit_code_2(
+    args: list[str], words: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replay", trace, "--model", MODEL, *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hybridkv: error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_traces_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = write_trace(tmp_path / "bad.jsonl", [blocks([1], 9), blocks([1], 99)])
+    assert run(["replay", str(bad), "--model", MODEL, *SERIAL]) == 2
+    assert "bad.jsonl, line 2: 1 hash_ids" in capsys.readouterr().err
+    assert run(["replay", str(tmp_path / "none"), "--model", MODEL, *SERIAL]) == 2
+    assert "cannot read trace" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", "--help"]) == 0
+    assert "--sweep" in capsys.readouterr().out
