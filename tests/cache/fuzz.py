@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from hybridkv.cache import Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, Role
+from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, Role
 from hybridkv.cache.index import State
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.tokens import pack_tokens, root_key
@@ -92,6 +92,7 @@ class Fuzz:
         self.sim = Sim(
             self.layout,
             at_once=chance.one_in(2),
+            policy=chance.choice(list(POLICIES)),
             checkpoint_policy=PromptEndBranchesGrid(chance.choice([None, 8, 16])),
             clock=lambda: self.now,
             event_limit=10,

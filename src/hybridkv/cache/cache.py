@@ -379,7 +379,12 @@ class Cache:
         if not self.layout.state_groups and not self._keeper.local:
             return
         facts = PromptFacts(
-            lease.prompt_tokens, resume.position, resume.matched_tokens, tuple(breakpoints), self.block_tokens
+            lease.prompt_tokens,
+            resume.position,
+            resume.matched_tokens,
+            tuple(breakpoints),
+            self.block_tokens,
+            self._keeper.arena.num_free_slabs / self.layout.num_slabs,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens

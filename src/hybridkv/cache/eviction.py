@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from hybridkv.cache.index import Checkpoint, Node
@@ -26,9 +27,16 @@ class _Lane:
         heappush(self._oldest, (item.last_used, item.ticket, item))
         heappush(self._newest, (-item.last_used, item.ticket, item))
         if len(self._oldest) > 2 * self.num_filed + 16 or len(self._newest) > 2 * self.num_filed + 16:
-            filed = [item for _, ticket, item in self._oldest if ticket == item.ticket]
+            filed = self.filed()
             self._oldest = sorted((item.last_used, item.ticket, item) for item in filed)
             self._newest = sorted((-item.last_used, item.ticket, item) for item in filed)
+
+    def filed(self) -> list[Item]:
+        """All, in no order."""
+        oldest = [item for _, ticket, item in self._oldest if ticket == item.ticket]
+        newest = [item for _, ticket, item in self._newest if ticket == item.ticket]
+        assert Counter(oldest) == Counter(newest)
+        return oldest
 
     @property
     def oldest(self) -> Item | None:
@@ -125,6 +133,18 @@ class EvictionQueue:
                 if newest is not None and (worth := value(key, now - newest.last_used, oldest_age)) < least:
                     best, least = newest, worth
         return best
+
+    def check_integrity(self, candidates: Iterable[Item]) -> None:
+        """`candidates`: what may be evicted. All of it is filed, once, where its rating says."""
+        filed: Counter[Item] = Counter()
+        for key, lane in self._lanes.items():
+            items = lane.filed()
+            assert len(items) == lane.num_filed > 0
+            assert all(item.rating is not None and item.rating.lane == key for item in items)
+            filed.update(items)
+        assert all(count == 1 for count in filed.values())
+        for item in candidates:
+            assert item in filed or item in self._bare, "something may be evicted, but nobody will"
 
     def _facts(self, item: Item) -> Candidate:
         if isinstance(item, Node):

@@ -37,6 +37,7 @@ class _Recount:
         for lease in self.keeper.leases.values():
             self._lease(lease)
         self._check_refs()
+        self.keeper.check_queue(self.nodes)
         for state, group in self.states.items():
             assert state.refs == self.state_holds[state]
             assert len(state.pages) == self.keeper.layout.state_groups[group].pages_per_state

@@ -7,7 +7,7 @@ holders. Eviction, compaction and the removal of what nobody needs live here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
 from hybridkv.cache.eviction import EvictionQueue
@@ -425,6 +425,14 @@ class Keeper:
         if not self.needs_checkpoints or not node.checkpoints:
             return 0
         return max(0, node.checkpoints[-1].position // self.layout.block_tokens - node.start)
+
+    def check_queue(self, nodes: Iterable[Node]) -> None:
+        """What may be evicted is in the queue."""
+        alive = [node for node in nodes if not node.dead]
+        leaves = [node for node in alive if node.parent is not None and not node.refs and not node.children]
+        candidates: list[Node | Checkpoint] = [node for node in leaves if self._num_needed(node) < node.num_blocks]
+        candidates += [checkpoint for node in alive for checkpoint in node.checkpoints if not checkpoint.holds]
+        self._queue.check_integrity(candidates)
 
     def _evict_least(self, needs: Needs) -> bool:
         """Evict the item of least value, or as much of its end as is needed; False if nothing may go."""

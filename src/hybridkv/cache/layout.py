@@ -10,6 +10,10 @@ from hybridkv.errors import PlanError
 from hybridkv.plan import GroupPlan, Plan
 from hybridkv.spec import ChunkedLocal, HiddenTap, LinearState, SlidingWindow
 
+_ENOUGH_PAGES = 16
+_MANY = 4096
+"""Slabs that an arena has at least, if they are kept together at all."""
+
 
 class Role(StrEnum):
     """How a group supplies a position n: what must be there for a request to resume at n."""
@@ -90,11 +94,13 @@ class CacheLayout:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> CacheLayout:
-        groups = [group for planned in plan.groups for group in _cache_groups(planned)]
+        """The plan's pages at the plan's addresses. Where its slabs have very few pages, several are kept as one."""
+        together = _slabs_together(plan)
+        groups = [group for planned in plan.groups for group in _cache_groups(planned, together)]
         return cls.of(
             groups,
             block_tokens=plan.options.block_tokens,
-            num_slabs=plan.num_slabs,
+            num_slabs=plan.num_slabs // together,
             kv_bytes_per_token=plan.model.kv_bytes_per_token,
         )
 
@@ -110,10 +116,22 @@ class CacheLayout:
         return states + local
 
 
-def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
+def _slabs_together(plan: Plan) -> int:
+    """How many slabs of a plan to keep as one: books are kept by slab, and fewer are less work.
+
+    States stay as they are: one a slab is no hardship, and others can have the slab as soon as it is free.
+    """
+    per_slab = [group.pages_per_slab for group in plan.groups if not isinstance(group.specs[0], LinearState)]
+    together = 1
+    while min(per_slab, default=_ENOUGH_PAGES) * together < _ENOUGH_PAGES and plan.num_slabs > 2 * together * _MANY:
+        together *= 2
+    return together
+
+
+def _cache_groups(planned: GroupPlan, together: int) -> list[CacheGroup]:
     """One cache group for each group of the plan, but one for each tapped layer: they come and go one by one."""
     spec = planned.specs[0]
-    per_slab, stride = planned.pages_per_slab, planned.stride_bytes
+    per_slab, stride = planned.pages_per_slab * together, planned.stride_bytes
     if isinstance(spec, HiddenTap):
         return [CacheGroup(f"tap{layer}", Role.TAP, per_slab, stride, pool=planned.name) for layer in planned.layers]
     if isinstance(spec, LinearState):

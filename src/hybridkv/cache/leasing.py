@@ -87,7 +87,11 @@ class Leasing:
     def _continue_node(self, lease: Lease) -> None:
         """Where every block boundary can be resumed, the end of a leaf is the end of the request that left it."""
         leaf, keeper = lease.leaf, self.keeper
-        if leaf.parent is not None and not leaf.children and leaf.refs == 1:
+        if leaf.parent is None:
+            return
+        if leaf.children:
+            leaf.turn += 1  # one more branches off here
+        elif leaf.refs == 1:
             keeper.reused(leaf.rating, leaf.last_used)
             lease.turn, lease.continued_from = leaf.turn + 1, lease.computed
 

@@ -34,6 +34,8 @@ class PromptFacts(NamedTuple):
     breakpoints: tuple[int, ...]
     """Positions the caller named."""
     block_tokens: int
+    spare: float = 0.0
+    """The part of the memory that nobody uses."""
 
 
 class CheckpointPolicy(Protocol):
@@ -141,14 +143,18 @@ def quarter_octave(value: float) -> int:
     return round(4 * log2(value)) if value > 0 else -4096
 
 
+_MOSTLY_UNUSED = 0.5
+
+
 class PromptEndBranchesGrid:
     """Checkpoints at the last block boundary a repeated prompt can resume from, where a known prefix is left, at the
-    caller's breakpoints, and on a sparse grid."""
+    caller's breakpoints, and on a sparse grid: a denser one while most of the memory is unused."""
 
-    def __init__(self, grid_tokens: int | None, near_tokens: int = 0) -> None:
+    def __init__(self, grid_tokens: int | None, near_tokens: int = 0, spare_grid_tokens: int | None = None) -> None:
         """`near_tokens`: the end of a prompt is not kept if the caller named a place so close before it."""
         self.grid_tokens = grid_tokens
         self.near_tokens = near_tokens
+        self.spare_grid_tokens = spare_grid_tokens or grid_tokens
 
     def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
         end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
@@ -158,9 +164,9 @@ class PromptEndBranchesGrid:
             yield facts.matched_tokens, Kind.BRANCH
         for position in facts.breakpoints:
             yield position, Kind.BREAKPOINT
-        if self.grid_tokens:
-            first = facts.cached_tokens // self.grid_tokens + 1
-            for position in range(first * self.grid_tokens, facts.prompt_tokens, self.grid_tokens):
+        grid = self.spare_grid_tokens if facts.spare > _MOSTLY_UNUSED else self.grid_tokens
+        if grid:
+            for position in range(facts.cached_tokens // grid * grid + grid, facts.prompt_tokens, grid):
                 yield position, Kind.GRID
 
 

@@ -38,4 +38,4 @@ def named_policy(name: str, flops: Flops | None = None) -> EvictionPolicy:
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    return PromptEndBranchesGrid(grid, near_tokens=grid // 16)
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=max(256, grid // 8))
