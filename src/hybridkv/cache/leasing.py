@@ -109,7 +109,12 @@ class Leasing:
         if block == 0:
             return self.keeper.index.root(key)
         node = next(step.node for step in path if step.node.start < block <= step.node.start + step.num_blocks)
-        return node if block == node.end else self.keeper.index.split(node, block - node.start)
+        if block == node.end:
+            return node
+        is_idle_leaf = not node.children and not node.refs
+        if is_idle_leaf and not self.keeper.needs_checkpoints and 2 * (block - node.start) >= node.num_blocks:
+            self.keeper.reused(node.rating, node.last_used)  # most of it
+        return self.keeper.index.split(node, block - node.start)
 
     def let_go(self, lease: Lease) -> None:
         """Give back everything the lease holds; it keeps its tokens."""
