@@ -1,0 +1,244 @@
+"""What is kept, and what goes first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, Kind, Rating, Role, named_policy
+from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
+from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
+from hybridkv.errors import HybridKVError
+from hybridkv.models import load_model
+from hybridkv.plan import PlanOptions, make_plan
+from tests.cache.sim import Sim
+
+FULL = CacheGroup("full", Role.FULL, 8, page_bytes=1)
+STATE = CacheGroup("state", Role.STATE, 1, page_bytes=8)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(32000), k=count)
+
+
+def sim(*groups: CacheGroup, num_slabs: int, policy: str = "reuse") -> Sim:
+    layout = CacheLayout.of(groups, block_tokens=4, num_slabs=num_slabs, kv_bytes_per_token=1)
+    return Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+
+
+def end_of(turn: int, new_tokens: int = 100, length: int = 1000, num_bytes: int = 1000) -> Candidate:
+    return Candidate(Kind.END, False, turn, new_tokens, 0, 0, length, num_bytes)
+
+
+# --- the policy that learns -------------------------------------------------------------------------------------------
+
+
+def test_ages_are_filed_where_their_widths_say() -> None:
+    for age in itertools.chain(range(300), (5000, 123_456)):
+        index = _age_index(age)
+        assert age < _AGE_ENDS[index]
+        assert index == 0 or age >= _AGE_ENDS[index - 1]
+    assert _age_index(2**40) == len(_AGE_ENDS) - 1
+
+
+def test_the_worth_of_waiting_is_the_best_ratio_of_reuses_to_time() -> None:
+    reuses = np.zeros(len(_AGE_ENDS))
+    reuses[7] = 1.0  # all reuse at ages 16 to 23
+    worth = worth_by_age(reuses)
+    chance = _CHANCES.index(0.45)
+    waited = 16 + (24 - 16) * (1 - 0.45 / 2)
+    assert worth[chance, 0] == pytest.approx(0.45 / waited)
+    assert np.all(np.diff(worth[chance, :8]) > 0)  # the nearer, the better
+    assert worth[chance, 8] == 0  # too late
+    assert np.all(np.diff(worth[:, 0]) > 0)  # the likelier, the better
+
+
+def test_what_went_on_before_is_expected_to_go_on() -> None:
+    policy = PredictedReuse()
+    groups = [policy.rate(end_of(turn)).group for turn in range(6)]
+    assert [policy.chance(group) for group in groups] == pytest.approx([(1 + t) / (4 + t) for t in range(6)])
+
+
+def test_chances_are_learned_and_forgotten() -> None:
+    policy = PredictedReuse()
+    short, long = policy.rate(end_of(1, 100)).group, policy.rate(end_of(1, 9000)).group
+    for _ in range(300):
+        policy.learn_kept(short, 1)
+        policy.learn_kept(long, 1)
+        policy.learn_reused(short, 10)
+    assert policy.chance(short) > 0.9
+    assert policy.chance(long) < 0.1
+    unseen = policy.rate(end_of(1, 3000)).group
+    assert 0.4 < policy.chance(unseen) < 0.6  # what all of this turn do
+    for _ in range(20_000):
+        policy.learn_kept(short, 1)
+    assert policy.chance(short) < 0.1
+
+
+def value(policy: PredictedReuse, candidate: Candidate, age: int) -> float:
+    return policy.value(policy.rate(candidate).lane, age, age)
+
+
+def test_value_is_chance_times_tokens_a_byte() -> None:
+    policy = PredictedReuse()
+    assert value(policy, end_of(3), 50) > value(policy, end_of(0), 50)
+    assert value(policy, end_of(0, length=8000), 50) == pytest.approx(8 * value(policy, end_of(0), 50))
+    assert value(policy, end_of(0, num_bytes=4000), 50) == pytest.approx(value(policy, end_of(0), 50) / 4)
+    superseded = end_of(3)._replace(is_superseded=True)
+    assert value(policy, superseded, 50) < value(policy, end_of(0), 50)
+
+
+# --- in the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_outlives_a_flood_of_single_prompts() -> None:
+    """Under LRU the flood takes everything; who has come back three times is expected again."""
+    found = {}
+    for policy in ("lru", "reuse"):
+        cache = sim(FULL, STATE, num_slabs=24, policy=policy)
+        chat = tokens(40)
+        for turn in range(4):
+            cache.serve(chat)
+            chat = chat + tokens(8, 100 + turn)
+        for seed in range(1, 25):
+            cache.serve(tokens(40, seed))
+        found[policy] = cache.serve(chat)
+        cache.cache.check_integrity()
+    assert found["lru"] == 0
+    assert found["reuse"] >= 60
+
+
+def test_what_a_conversation_has_left_behind_goes_first() -> None:
+    cache = sim(FULL, STATE, num_slabs=12)
+    chat = tokens(24)
+    cache.serve(chat)
+    longer = chat + tokens(24, 1)
+    cache.serve(longer)
+    for seed in range(2, 5):
+        cache.serve(tokens(24, seed))
+    assert cache.cache.match(longer + tokens(8, 9)).num_tokens >= 44
+    assert cache.cache.match(chat + tokens(8, 9)).num_tokens == 0  # its state has gone, though it had just been used
+    cache.cache.check_integrity()
+
+
+def test_blocks_that_no_checkpoint_needs_go_before_everything_else() -> None:
+    cache = sim(FULL, STATE, num_slabs=10)
+    cache.serve(tokens(28))
+    lease = cache.cache.begin(tokens(60, 1))
+    assert cache.compute(lease, 48)
+    cache.cache.release(lease, keep=False)  # 12 blocks and no state
+    other = cache.cache.begin(tokens(90, 2))
+    assert cache.compute(other)
+    assert cache.cache.match(tokens(60, 1)).matched_tokens < 48
+    assert cache.cache.match(tokens(28)).num_tokens == 24
+    assert cache.cache.stats.checkpoints_evicted == 0
+
+
+def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
+    class Recorder(PredictedReuse):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reused: list[tuple[Numbers, int]] = []
+
+        def learn_reused(self, group: Numbers, age: int) -> None:
+            self.reused.append((group, age))
+            super().learn_reused(group, age)
+
+    policy = Recorder()
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=8, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    chat = tokens(41)
+    cache.serve(chat)
+    for seed in range(1, 8):
+        cache.serve(tokens(41, seed))
+    assert cache.cache.match(chat).num_tokens == 0
+    assert not policy.reused
+    longer = chat + tokens(20, 99)
+    lease = cache.cache.begin(longer)
+    assert cache.compute(lease)
+    assert lease.turn == 1
+    assert lease.continued_from == 40
+    assert [age for _, age in policy.reused] == [8]
+
+
+def test_ghosts_are_bounded_and_recalled_once() -> None:
+    ghosts = Ghosts(limit=2)
+    for number in range(3):
+        ghosts.remember(bytes([number]), Ghost(number, 0, (0, 0, 0), 0, False))
+    assert len(ghosts) == 2
+    assert ghosts.recall([b"\0"]) is None
+    deepest = ghosts.recall([b"\1", b"x", b"\2", b"y"])
+    assert deepest is not None
+    assert deepest.position == 2
+    assert ghosts.recall([b"\2"]) is None
+    ghosts.clear()
+    assert len(ghosts) == 0
+
+
+def test_popular_prefixes_of_full_attention_outlive_a_flood() -> None:
+    """Where no checkpoint is needed, runs of blocks are what is kept."""
+    hits = {}
+    for policy in ("lru", "reuse"):
+        cache, seeds = sim(FULL, num_slabs=12, policy=policy), iter(range(10, 10_000))
+        for number in range(200):
+            cache.serve(tokens(64, number % 3) + tokens(8, next(seeds)))
+            for _ in range(2):
+                cache.serve(tokens(64, next(seeds)))
+        cache.cache.check_integrity()
+        hits[policy] = cache.cache.stats.hit_tokens
+    assert hits["reuse"] > 2 * hits["lru"]
+
+
+# --- the other policies -----------------------------------------------------------------------------------------------
+
+
+def test_flops_weighs_recency_against_what_is_saved() -> None:
+    policy = RecencyAndFlops(flops=lambda start, end: float(end - start) ** 2)
+    short = policy.rate(end_of(0, length=100)).lane
+    long = policy.rate(end_of(0, length=1000)).lane
+    assert policy.value(long, 90, 100) > policy.value(short, 50, 100)
+    assert policy.value(long, 99, 100) < policy.value(long, 1, 100)
+    assert policy.value(short, 0, 100) > policy.value(short, 100, 100)
+
+
+def test_policies_have_names() -> None:
+    with pytest.raises(HybridKVError, match="no policy 'lur': choose one of reuse, lru, flops; did you mean lru"):
+        named_policy("lur")
+    assert isinstance(named_policy("reuse"), PredictedReuse)
+    assert isinstance(named_policy("flops", lambda start, end: 1.0).rate(end_of(0)), Rating)
+
+
+def test_prompt_ends_near_a_named_place_are_not_kept_twice() -> None:
+    policy = PromptEndBranchesGrid(None, near_tokens=64)
+    near = dict(policy.positions(PromptFacts(1000, 0, 0, (960,), 16)))
+    assert near == {960: Kind.BREAKPOINT} or near == {960: Kind.END}
+    far = {position for position, _ in policy.positions(PromptFacts(1000, 0, 0, (512,), 16))}
+    assert far == {512, 992}
+    at_end = {position for position, _ in policy.positions(PromptFacts(1000, 0, 0, (1000,), 16))}
+    assert at_end == {992, 1000}
+
+
+def test_the_grid_is_denser_while_most_of_the_memory_is_unused() -> None:
+    policy = PromptEndBranchesGrid(512, spare_grid_tokens=256)
+    for spare, count in ((0.9, 3), (0.1, 1)):
+        facts = PromptFacts(1000, 0, 0, (), 16, spare)
+        assert sum(kind is Kind.GRID for _, kind in policy.positions(facts)) == count
+
+
+def test_slabs_of_few_pages_are_kept_together_at_the_same_addresses() -> None:
+    plan = make_plan(load_model("gpt-oss-20b"), PlanOptions(80 * 2**30))
+    layout = CacheLayout.from_plan(plan)
+    together = layout.token_groups[0].pages_per_slab // plan.groups[0].pages_per_slab
+    assert together > 1
+    assert layout.num_slabs == plan.num_slabs // together
+    for planned in plan.groups:
+        group = next(group for group in layout.token_groups if group.name == planned.name)
+        last_page = layout.num_slabs * group.pages_per_slab - 1
+        assert plan.page_offset(planned, last_page) + planned.stride_bytes <= plan.arena_bytes
+    small = make_plan(load_model("gpt-oss-20b"), PlanOptions(2**30))
+    assert CacheLayout.from_plan(small).num_slabs == small.num_slabs
+    assert Cache(layout).layout is layout
