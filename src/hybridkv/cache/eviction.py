@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.layout import CacheLayout, Role
@@ -40,19 +40,22 @@ class _Lane:
 
     @property
     def oldest(self) -> Item | None:
-        return _first_filed(self._oldest)
+        return _first_filed(self._oldest, 1)
 
     @property
     def newest(self) -> Item | None:
-        return _first_filed(self._newest)
+        return _first_filed(self._newest, -1)
 
 
-def _first_filed(heap: list[tuple[int, int, Item]]) -> Item | None:
+def _first_filed(heap: list[tuple[int, int, Item]], sign: int) -> Item | None:
     while heap:
-        _, ticket, item = heap[0]
-        if ticket == item.ticket:
+        last_used, ticket, item = heap[0]
+        if ticket != item.ticket:
+            heappop(heap)
+        elif last_used != sign * item.last_used:  # used since
+            heapreplace(heap, (sign * item.last_used, ticket, item))
+        else:
             return item
-        heappop(heap)
     return None
 
 
@@ -109,10 +112,11 @@ class EvictionQueue:
             if not _may_go(item):
                 self.withdraw(item)
                 continue
-            before, now_rated = item.rating, self.offer(item)
-            if before is not None and now_rated.lane == before.lane:  # else it has moved to where it belongs
+            before, rating = item.rating, self.policy.rate(self._facts(item))
+            if before is not None and rating.lane == before.lane:
                 self.withdraw(item)
-                return item, now_rated
+                return item, rating
+            self.offer(item)  # it belongs elsewhere by now
         return None
 
     def _least(self, now: int) -> Item | None:

@@ -262,7 +262,8 @@ class Keeper:
         checkpoint.last_used = self.clock
         checkpoint.is_news = True
         self.stats.checkpoints_hit += 1
-        self._queue.offer(checkpoint)
+        if checkpoint.rating is None:  # else it stays where it is: something deeper will supersede it soon
+            self._queue.offer(checkpoint)
 
     def _is_superseded(self, checkpoint: Checkpoint) -> bool:
         node = checkpoint.node

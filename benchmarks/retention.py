@@ -1,0 +1,213 @@
+"""Policies and their parts, judged by the hits they leave: traces and made-up workloads through the real cache core.
+
+Prompts are served one after the other, nothing is decoded. The made-up workloads need no file and have fixed seeds:
+
+    chat       conversations that go on, each with its own inclination, among many that do not
+    agents     sessions of twenty short turns, a few dozen requests apart
+    documents  a few hundred texts of very different popularity, each asked one short question
+    drift      the same, but every 1,500 requests other texts are popular
+    noise      chat, and as many long prompts that never come back
+
+`--ablation` also runs the learning policy without one of its parts at a time. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.cache import Cache, CacheLayout, Candidate, NoRoom, Rating
+from hybridkv.cache.ghosts import Ghosts
+from hybridkv.cache.policy import EvictionPolicy, LeastRecentlyUsed, Numbers, RecencyAndFlops
+from hybridkv.cache.reuse import PredictedReuse
+from hybridkv.models import compute_of, load_model
+from hybridkv.plan import PlanOptions, make_plan
+from hybridkv.replay import load_trace
+from hybridkv.spec import DType
+from hybridkv.units import parse_size
+
+PIECE = 256  # tokens that come and go together
+REQUESTS = 3000
+
+
+class Prompt(NamedTuple):
+    tokens: bytes | npt.NDArray[np.int32]
+    num_tokens: int
+    known_tokens: int
+
+
+# --- workloads --------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """New pieces of text on demand."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.num_pieces = seed << 24
+
+    def more(self, count: int) -> list[int]:
+        self.num_pieces += count
+        return list(range(self.num_pieces - count, self.num_pieces))
+
+
+def documents(seed: int, drift: int = 0) -> Iterator[list[int]]:
+    text = Text(seed)
+    shelf = [text.more(text.chance.choice((8, 16, 32, 64))) for _ in range(600)]
+    popularity = [1 / (rank + 1) ** 0.9 for rank in range(len(shelf))]
+    for number in range(REQUESTS):
+        if drift and number % drift == 0:
+            text.chance.shuffle(shelf)
+        yield text.chance.choices(shelf, popularity)[0] + text.more(2)
+
+
+def sessions(seed: int, *, most_turns: int, pause: tuple[float, float], goes_on: bool) -> Iterator[list[int]]:
+    """Prompts that grow turn by turn; pauses are log-normal, in requests. `goes_on`: all turns are taken."""
+    text = Text(seed)
+    openings = [text.more(6) for _ in range(8)]
+    waiting: list[tuple[float, int, list[int], float, int]] = []
+    for number in range(REQUESTS):
+        inclination = 1.0 if goes_on else text.chance.betavariate(1, 3)
+        first = text.chance.choice(openings) + text.more(text.chance.choice((2, 6, 20)))
+        heapq.heappush(waiting, (text.chance.random() * REQUESTS, number, first, inclination, 0))
+    for number in range(REQUESTS):
+        now, _, prompt, inclination, turn = heapq.heappop(waiting)
+        yield prompt
+        if turn < most_turns and text.chance.random() < inclination:
+            longer = prompt + text.more(text.chance.choice((2, 3, 6)))
+            due = now + text.chance.lognormvariate(*pause)
+            heapq.heappush(waiting, (due, REQUESTS + number, longer, inclination, turn + 1))
+
+
+def noise(seed: int) -> Iterator[list[int]]:
+    text, chats = Text(seed + 100), sessions(seed, most_turns=50, pause=(5.5, 1.0), goes_on=False)
+    for _ in range(REQUESTS):
+        yield text.more(40) if text.chance.random() < 0.5 else next(chats)
+
+
+WORKLOADS: dict[str, Callable[[], Iterator[list[int]]]] = {
+    "chat": lambda: sessions(1, most_turns=50, pause=(5.5, 1.0), goes_on=False),
+    "agents": lambda: sessions(2, most_turns=20, pause=(4.0, 0.7), goes_on=True),
+    "documents": lambda: documents(3),
+    "drift": lambda: documents(4, drift=1500),
+    "noise": lambda: noise(5),
+}
+
+
+def made_up(name: str) -> Iterator[Prompt]:
+    """Each prompt ends with a few tokens of its own, as a trace's last block does."""
+    for number, pieces in enumerate(WORKLOADS[name]()):
+        body = np.repeat(np.array(pieces, dtype=np.int32), PIECE)
+        tokens = np.concatenate([body, np.full(37, 2**31 - 1 - number, dtype=np.int32)])
+        yield Prompt(tokens, len(tokens), len(body))
+
+
+def from_trace(path: Path) -> Iterator[Prompt]:
+    trace = load_trace(path)
+    for index in range(len(trace)):
+        request = trace[index]
+        yield Prompt(request.prompt, request.prompt_tokens, request.known_tokens)
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+class WithoutTurns(PredictedReuse):
+    def rate(self, candidate: Candidate) -> Rating:
+        return super().rate(candidate._replace(turn=0, num_hits=0))
+
+
+class WithoutAdditions(PredictedReuse):
+    def rate(self, candidate: Candidate) -> Rating:
+        return super().rate(candidate._replace(new_tokens=1))
+
+
+class WithoutSuperseding(PredictedReuse):
+    def rate(self, candidate: Candidate) -> Rating:
+        return super().rate(candidate._replace(is_superseded=False))
+
+
+class WithoutSizes(PredictedReuse):
+    def rate(self, candidate: Candidate) -> Rating:
+        return super().rate(candidate._replace(start=0, end=1, num_bytes=1))
+
+
+class OldestOnly(PredictedReuse):
+    newest_may_go = False
+
+
+class WithoutTime(PredictedReuse):
+    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
+        return super().value(lane, 0, oldest_age) - 1e-12 * age
+
+
+ABLATION: dict[str, type[PredictedReuse]] = {
+    "reuse, no turns": WithoutTurns,
+    "reuse, no additions": WithoutAdditions,
+    "reuse, no superseding": WithoutSuperseding,
+    "reuse, no sizes": WithoutSizes,
+    "reuse, no ghosts": PredictedReuse,
+    "reuse, never the newest first": OldestOnly,
+    "reuse, no time": WithoutTime,
+}
+
+
+def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPolicy, ghosts: bool) -> float:
+    cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
+    if not ghosts:
+        cache._keeper.ghosts = Ghosts(limit=0)
+    for prompt in prompts:
+        known = prompt.known_tokens
+        lease = cache.begin(prompt.tokens, breakpoints=[known] if known < prompt.num_tokens else [])
+        if isinstance(cache.extend(lease, lease.num_tokens - lease.computed), NoRoom):
+            cache.abort(lease)
+            continue
+        cache.commit(lease)
+        cache.release(lease, keep=False)
+    return round(cache.stats.hit_tokens / cache.stats.prompt_tokens, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace; without any, all workloads")
+    parser.add_argument("--model", default="qwen3.5-397b-a17b")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--memory", default="30GiB,100GiB", help="sizes of one rank, with commas between")
+    parser.add_argument("--state-dtype", default="fp32")
+    parser.add_argument("--ablation", action="store_true", help="also without one part at a time")
+    args = parser.parse_args()
+    model = load_model(args.model, tp=args.tp, state_dtype=DType.parse(args.state_dtype))
+    policies: dict[str, Callable[[], EvictionPolicy]] = {
+        "lru": LeastRecentlyUsed,
+        "flops": lambda: RecencyAndFlops(compute_of(args.model).flops),
+        "reuse": PredictedReuse,
+    }
+    policies |= ABLATION if args.ablation else {}
+    results: dict[str, dict[str, float]] = {}
+    sources: dict[str, Callable[[], Iterator[Prompt]]] = {name: partial(made_up, name) for name in WORKLOADS}
+    if args.trace:
+        sources = {path.stem: partial(from_trace, path) for path in args.trace}
+    for source, prompts in sources.items():
+        for memory in args.memory.split(","):
+            layout = CacheLayout.from_plan(make_plan(model, PlanOptions(parse_size(memory))))
+            row = results[f"{source} {memory}"] = {}
+            for name, make in policies.items():
+                start = time.perf_counter()
+                row[name] = hit_ratio(prompts(), layout, make(), ghosts=name != "reuse, no ghosts")
+                seconds = time.perf_counter() - start
+                print(f"{source} {memory:8s} {name:32s} {row[name]:.4f}  {seconds:.1f} s", flush=True)
+    print(json.dumps({"benchmark": "retention", "model": args.model, "tp": args.tp, "hit_ratios": results}))
+
+
+if __name__ == "__main__":
+    main()
