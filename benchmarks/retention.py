@@ -165,7 +165,7 @@ ABLATION: dict[str, type[PredictedReuse]] = {
 def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPolicy, ghosts: bool) -> float:
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
     if not ghosts:
-        cache._keeper.ghosts = Ghosts(limit=0)
+        cache._keeper.history.ghosts = Ghosts(limit=0)
     for prompt in prompts:
         known = prompt.known_tokens
         lease = cache.begin(prompt.tokens, breakpoints=[known] if known < prompt.num_tokens else [])

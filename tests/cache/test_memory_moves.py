@@ -294,3 +294,26 @@ def test_nothing_is_evicted_for_a_step_that_finds_no_room_anyway() -> None:
     assert sim.cache.pages_in_use() == before
     sim.cache.release(running)
     assert sim.cache.stats.blocks_evicted == 0
+
+
+def test_blocks_without_tapped_states_do_not_count_as_held() -> None:
+    groups = [CacheGroup("full", Role.FULL, 1), CacheGroup("tap0", Role.TAP, 1, pool="taps")]
+    sim = Sim(CacheLayout.of(groups, block_tokens=4, num_slabs=25))
+    tapped = sim.cache.begin(tokens(4), taps=["tap0"])
+    assert sim.compute(tapped)
+    sim.cache.release(tapped, keep=False)
+    running = sim.prompt(tokens(4) + tokens(40, 1))  # its first block has a tapped state, the others have none
+    sim.serve(tokens(44, 2))
+    running.append(tokens(20, 3))
+    assert sim.compute(running)
+    sim.cache.check_integrity()
+
+
+def test_what_requests_share_is_held_once() -> None:
+    layout = CacheLayout.of([CacheGroup("full", Role.FULL, 1)], block_tokens=4, num_slabs=31)
+    sim = Sim(layout)
+    leases = [sim.prompt(tokens(40) + tokens(8, seed)) for seed in range(1, 6)]  # 10 blocks of all, 2 of each
+    sim.serve(tokens(20, 9))  # 5 that may go
+    leases[0].append(tokens(36, 10))
+    assert sim.compute(leases[0])
+    sim.cache.check_integrity()

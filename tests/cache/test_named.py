@@ -118,7 +118,7 @@ def test_kv_evicted_behind_a_deeper_state_gives_no_hit() -> None:
     (root,) = keeper.index.roots.values()
     (leaf,) = root.children.values()
     keeper._free_blocks(leaf, 12)  # 192 tokens left, the state at 384 gone with the rest
-    keeper.offer(leaf)
+    keeper.tidy(leaf)
     cache.cache.check_integrity()
     assert cache.serve(tokens(400)) == 160
 
@@ -721,7 +721,7 @@ def test_the_books_do_not_grow_with_the_number_of_requests() -> None:
         cache.cache.abort(cache.cache.begin(tokens(40), salt=str(number % 3)))
     keeper = cache.cache._keeper
     assert len(keeper._queue) < 10
-    assert len(keeper.ghosts) == 0
+    assert len(keeper.history.ghosts) == 0
     assert len(keeper.index.roots) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, Kind, Rating, Role, named_policy
 from hybridkv.cache.ghosts import Ghost, Ghosts
-from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
+from hybridkv.cache.policy import LeastRecentlyUsed, Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
 from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
 from hybridkv.errors import HybridKVError
 from hybridkv.models import load_model
@@ -92,6 +92,16 @@ def test_value_is_chance_times_tokens_a_byte() -> None:
     assert value(policy, superseded, 50) < value(policy, end_of(0), 50)
 
 
+class Recorder(PredictedReuse):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reused: list[tuple[Numbers, int]] = []
+
+    def learn_reused(self, group: Numbers, age: int) -> None:
+        self.reused.append((group, age))
+        super().learn_reused(group, age)
+
+
 # --- in the cache -----------------------------------------------------------------------------------------------------
 
 
@@ -139,15 +149,6 @@ def test_blocks_that_no_checkpoint_needs_go_before_everything_else() -> None:
 
 
 def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
-    class Recorder(PredictedReuse):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reused: list[tuple[Numbers, int]] = []
-
-        def learn_reused(self, group: Numbers, age: int) -> None:
-            self.reused.append((group, age))
-            super().learn_reused(group, age)
-
     policy = Recorder()
     layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=8, kv_bytes_per_token=1)
     cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
@@ -163,6 +164,63 @@ def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
     assert lease.turn == 1
     assert lease.continued_from == 40
     assert [age for _, age in policy.reused] == [8]
+
+
+def test_who_found_no_room_has_used_nothing() -> None:
+    cache = sim(FULL, STATE, num_slabs=30)
+    cache.serve(tokens(41))
+    (checkpoint, *_) = (c for node in cache.cache._keeper.all_nodes() for c in node.checkpoints)
+    for _ in range(10):
+        cache.cache.abort(cache.cache.begin(tokens(41)))
+    assert checkpoint.num_hits == 0
+    cache.serve(tokens(41))
+    assert checkpoint.num_hits == 1
+
+
+def test_what_went_piece_by_piece_is_missed_once() -> None:
+    policy = Recorder()
+    layout = CacheLayout.of([FULL], block_tokens=4, num_slabs=12, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy)
+    cache.serve(tokens(160))
+    for seed in range(1, 5):
+        cache.serve(tokens(160, seed))
+    policy.reused.clear()
+    lease = cache.cache.begin(tokens(160))
+    while lease.computed < 160:
+        assert cache.compute(lease, min(16, 160 - lease.computed))
+    assert len(policy.reused) <= 2  # at most what is left of it, and what has gone
+
+
+def test_books_do_not_keep_what_is_gone() -> None:
+    cache = sim(FULL, num_slabs=600, policy="lru")
+    for number in range(100):
+        shared = tokens(8, number)
+        cache.serve(shared)
+        one, other = (cache.cache.begin(shared + tokens(8, seed)) for seed in (1000, 2000))
+        assert cache.compute(one)
+        cache.cache.release(one)
+        cache.cache.abort(other)
+        cache.cache.check_integrity()
+    cache.cache.reset()
+    assert len(cache.cache._keeper._queue) == 0
+
+
+class Backwards(LeastRecentlyUsed):
+    """The newest first."""
+
+    newest_may_go = True
+
+    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
+        return age
+
+
+def test_the_newest_goes_first_where_the_policy_wants_it() -> None:
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=12, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=Backwards(), checkpoint_policy=PromptEndBranchesGrid(None))
+    for seed in range(8):
+        cache.serve(tokens(24, seed))
+    assert cache.cache.match(tokens(24)).num_tokens > 0
+    assert cache.cache.match(tokens(24, 6)).num_tokens == 0
 
 
 def test_ghosts_are_bounded_and_recalled_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybridkv.cache import CacheGroup, CacheLayout, Role
 from hybridkv.errors import HybridKVError
 from hybridkv.replay import ServiceModel, Setting, replay
 from tests.replay.traces import MIB, FlopsOfTokens, blocks, chats, layout, mooncake, run
@@ -90,3 +91,31 @@ def test_a_service_model_is_needed(tmp_path: Path) -> None:
             ServiceModel(decode, prefill)
     with pytest.raises(HybridKVError, match="no way to time a prefill"):
         ServiceModel(1.0)
+
+
+def test_the_youngest_waits_instead_of_being_refused(tmp_path: Path) -> None:
+    """Two replies grow until one finds no room: it goes on when the other has ended."""
+    trace = mooncake(tmp_path, [blocks([1], 16, 33), blocks([2], 16, 33, at_ms=1)])
+    group = CacheGroup("full", Role.FULL, 1, page_bytes=1000)
+    small = CacheLayout.of([group], block_tokens=16, num_slabs=5)
+    setting = Setting("t", "m", 1, 5000, 16)
+    report = replay(trace, small, setting, service=ServiceModel(100.0, 1e5), check=True)
+    assert report.refused == 0
+    assert report.preempted > 0
+    assert report.output_tokens == 66
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_what_a_request_resumes_from_may_have_to_go_for_it(tmp_path: Path, serial: bool) -> None:
+    """The tail it would resume from and its copy do not fit both: it starts from the beginning."""
+    trace = mooncake(tmp_path, [blocks([1, 2], 20, 5), blocks([1, 2], 20, 5, at_ms=10_000)])
+    small = CacheLayout.of([CacheGroup("full", Role.FULL, 1, page_bytes=1000)], block_tokens=16, num_slabs=3)
+    setting = Setting("t", "m", 1, 3000, 16, serial=serial)
+    report = replay(trace, small, setting, service=ServiceModel(100.0, 1e5), check=True)
+    assert report.refused == 0
+    assert report.output_tokens == 10
+
+
+def test_output_tokens_are_those_of_the_trace(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path, [blocks([1], 16, 1), blocks([2], 16, 0), blocks([3], 16, 7)])
+    assert [run(trace, serial=serial).output_tokens for serial in (True, False)] == [8, 8]

@@ -289,7 +289,7 @@ class Cache:
         self.epoch += 1
         for pin in list(self._pins):
             self.unpin(pin)
-        self._keeper.ghosts.clear()
+        self._keeper.history.ghosts.clear()
         roots = list(self._keeper.index.roots.values())
         self._keeper.index.roots.clear()
         for root in roots:

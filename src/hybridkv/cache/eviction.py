@@ -101,6 +101,8 @@ class EvictionQueue:
             if not lane.num_filed:
                 del self._lanes[item.rating.lane]
             item.rating, item.ticket = None, 0
+        if isinstance(item, Node):
+            self._bare.pop(item, None)
 
     def pop(self, now: int) -> tuple[Item, Rating | None] | None:
         """The item of least value that may be evicted now, as it was rated."""
@@ -145,6 +147,7 @@ class EvictionQueue:
             items = lane.filed()
             assert len(items) == lane.num_filed > 0
             assert all(item.rating is not None and item.rating.lane == key for item in items)
+            assert not any(isinstance(item, Node) and item.gone for item in items)
             filed.update(items)
         assert all(count == 1 for count in filed.values())
         for item in candidates:
@@ -159,14 +162,21 @@ class EvictionQueue:
         assert node is not None
         before = node.checkpoint_before(item)
         start = 0 if before is None else before.position
-        is_superseded = bool(node.children) or node.checkpoints[-1] is not item
-        num_bytes = self._checkpoint_bytes
-        if not is_superseded:
+        num_bytes, superseded = self._checkpoint_bytes, is_superseded(item)
+        if not num_bytes:  # every block boundary can be resumed: all it has is the block begun
+            start, num_bytes = item.position // self._block_tokens * self._block_tokens, self._block_bytes
+        elif not superseded:
             first = max(start // self._block_tokens, node.start)
             num_bytes += (item.position // self._block_tokens - first) * self._block_bytes
         return Candidate(
-            item.kind, is_superseded, item.turn, item.new_tokens, item.num_hits, start, item.position, num_bytes
+            item.kind, superseded, item.turn, item.new_tokens, item.num_hits, start, item.position, num_bytes
         )
+
+
+def is_superseded(checkpoint: Checkpoint) -> bool:
+    """Whether something deeper is kept on its path."""
+    node = checkpoint.node
+    return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
 
 
 def _may_go(item: Item) -> bool:

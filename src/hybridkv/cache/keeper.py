@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
-from hybridkv.cache.eviction import EvictionQueue
-from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.eviction import EvictionQueue, is_superseded
+from hybridkv.cache.history import History
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
-from hybridkv.cache.policy import EvictionPolicy, Kind, Rating
+from hybridkv.cache.policy import EvictionPolicy
 from hybridkv.cache.stats import CacheStats, Events
 
 Needs = dict[Pool, int]
@@ -68,13 +68,11 @@ class Keeper:
         self.in_flight: dict[int, Lease] = {}
         self.needs_checkpoints = bool(layout.state_groups or self.local)
         """Whether blocks alone cannot be resumed from."""
-        self.clock = 0
-        """Requests begun."""
-        self.ghosts = Ghosts()
         self.stats = stats
         self.events = events
         self._windows = [group.window for group in layout.token_groups]
         self._queue = EvictionQueue(layout, eviction)
+        self.history = History(self._queue, layout.block_tokens)
         self._run_operations = run_operations
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -109,7 +107,8 @@ class Keeper:
         nodes = {node for lease in self.leases.values() for node in lease.leaf.path()}
         held: Needs = {}
         for group in (*self.full, *self.taps):
-            num_pages = sum(len(node.pages[group] or ()) for node in nodes)
+            runs = [pages for node in nodes if (pages := node.pages[group]) is not None]
+            num_pages = sum(len(pages) - pages.count(NULL_PAGE) for pages in runs)
             num_pages += sum(max(0, len(lease.tables[group] or ()) - lease.leaf.end) for lease in self.leases.values())
             held[self.token_pools[group]] = held.get(self.token_pools[group], 0) + num_pages
         for group in self.local:
@@ -226,7 +225,7 @@ class Keeper:
         if twin is not None and None not in twin.states:
             self.drop_states(checkpoint.states)
             self._free_tail(checkpoint)
-            twin.last_used = self.clock
+            twin.last_used = self.history.clock
             self.offer_again(twin)
             return
         if twin is not None:
@@ -235,67 +234,16 @@ class Keeper:
             self.hold_local(node, group, self.first_visible_block(group, checkpoint.position), block)
         node.add_checkpoint(checkpoint)
         node.hold_slabs(self.state_slabs(checkpoint.states))
-        checkpoint.last_used = self.clock
+        checkpoint.last_used = self.history.clock
         checkpoint.turn, checkpoint.new_tokens = lease.turn, checkpoint.position - lease.continued_from
         self.stats.checkpoints_kept += 1
-        self.offer(checkpoint)
+        if not self.needs_checkpoints:  # it spares less than a block: the run it is on tells more
+            self.offer_again(checkpoint)
+            return
+        self.history.kept(checkpoint)
         before = node.checkpoint_before(checkpoint)
         if before is not None:
-            self._supersede(before)
-
-    def _supersede(self, checkpoint: Checkpoint) -> None:
-        """Something deeper is kept now."""
-        if checkpoint.rating is None or not checkpoint.is_news:
-            return
-        policy, before = self._queue.policy, checkpoint.rating
-        if not checkpoint.num_hits:  # by its own request, before anyone else could use it
-            policy.learn_kept(before.group, -1)
-        policy.learn_kept(self._queue.offer(checkpoint).group, 1)
-        checkpoint.is_news = False
-
-    def use_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        """A lease resumes from it."""
-        self.reused(checkpoint.rating, checkpoint.last_used)
-        if checkpoint.kind is Kind.END and not self._is_superseded(checkpoint):
-            lease.turn, lease.continued_from = checkpoint.turn + checkpoint.num_hits + 1, checkpoint.position
-        checkpoint.num_hits += 1
-        checkpoint.last_used = self.clock
-        checkpoint.is_news = True
-        self.stats.checkpoints_hit += 1
-        if checkpoint.rating is None:  # else it stays where it is: something deeper will supersede it soon
-            self._queue.offer(checkpoint)
-
-    def _is_superseded(self, checkpoint: Checkpoint) -> bool:
-        node = checkpoint.node
-        return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
-
-    def reused(self, rating: Rating | None, last_used: int) -> None:
-        if rating is not None and rating.group:
-            self._queue.policy.learn_reused(rating.group, self.clock - last_used)
-
-    # --- what was evicted ---------------------------------------------------------------------------------------------
-
-    def recall(self, lease: Lease, keys: Sequence[bytes]) -> None:
-        """A lease asks for blocks by these names: if something that ended there was evicted, learn from it."""
-        ghost = self.ghosts.recall(keys)
-        if ghost is None or ghost.position <= lease.continued_from:
-            return
-        self._queue.policy.learn_reused(ghost.group, self.clock - ghost.last_used)
-        if not ghost.is_superseded:
-            lease.turn, lease.continued_from = ghost.turn, ghost.position
-
-    def _remember(self, item: Node | Checkpoint, rating: Rating) -> None:
-        """Keep the name of what is about to be evicted."""
-        if isinstance(item, Checkpoint):
-            assert item.node is not None
-            node = item.node
-            position, turn, superseded = item.position, item.turn + item.num_hits + 1, self._is_superseded(item)
-        else:
-            node = item
-            position, turn, superseded = item.end * self.layout.block_tokens, item.turn + 1, False
-        block = position // self.layout.block_tokens - 1 - node.start
-        if 0 <= block < node.num_blocks:
-            self.ghosts.remember(node.keys[block], Ghost(position, turn, rating.group, item.last_used, superseded))
+            self.history.superseded(before)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out of the index with everything it alone holds."""
@@ -322,7 +270,7 @@ class Keeper:
         """A lease leaves a node."""
         node.refs -= 1
         if node.refs == 0:
-            node.last_used = self.clock
+            node.last_used = self.history.clock
             self.tidy(node)
 
     def tidy(self, node: Node | None) -> None:
@@ -333,6 +281,7 @@ class Keeper:
                     return
                 node = self._remove(node)
             elif len(node.children) == 1:
+                self._queue.withdraw(node)
                 self.index.absorb(node)
                 return
             elif node.children:
@@ -369,6 +318,7 @@ class Keeper:
             if self.events.enabled and dead.num_blocks and not dead.dead:
                 self.events.removed(dead.keys)
             dead.dead = True
+            self._queue.withdraw(dead)
         for dead in reversed(below):
             if not dead.refs and not dead.children:
                 self.tidy(dead)
@@ -392,6 +342,8 @@ class Keeper:
             self.events.removed(node.keys[num_kept:])
         if node.parent is None:
             return
+        if not num_kept:
+            self._queue.withdraw(node)
         lost = self.index.truncate(node, num_kept)
         for group in (*self.full, *self.taps):
             pages = lost[group]
@@ -407,17 +359,13 @@ class Keeper:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def offer(self, item: Node | Checkpoint) -> None:
-        """Something may be evicted."""
-        self._queue.policy.learn_kept(self._queue.offer(item).group, 1)
-
     def offer_again(self, item: Node | Checkpoint) -> None:
         """Something that could not be evicted meanwhile, or was used."""
         self._queue.offer(item)
 
     def _offer_leaf(self, node: Node) -> None:
         if not self.needs_checkpoints:
-            self.offer(node)
+            self.history.kept(node)
         elif self._num_needed(node) < node.num_blocks:
             self._queue.offer_bare(node)
 
@@ -437,12 +385,11 @@ class Keeper:
 
     def _evict_least(self, needs: Needs) -> bool:
         """Evict the item of least value, or as much of its end as is needed; False if nothing may go."""
-        popped = self._queue.pop(self.clock)
+        popped = self._queue.pop(self.history.clock)
         if popped is None:
             return False
         item, rating = popped
-        if rating is not None and rating.group:
-            self._remember(item, rating)
+        self.history.evicted(item, rating)
         if isinstance(item, Checkpoint):
             self._evict_checkpoint(item)
         else:
@@ -455,9 +402,9 @@ class Keeper:
         before = node.checkpoint_before(checkpoint)
         self.drop_checkpoint(checkpoint)
         self.stats.checkpoints_evicted += 1
-        if before is not None and before.rating is not None and not self._is_superseded(before):
-            self._queue.policy.learn_kept(self._queue.offer(before).group, 1)  # it is the deepest now
-        if not node.refs and not node.children:
+        if before is not None and before.rating is not None and not is_superseded(before):
+            self.history.deepest_again(before)
+        if self.needs_checkpoints and not node.refs and not node.children:
             self.tidy(node)
 
     def _evict_blocks(self, node: Node, needs: Needs) -> None:

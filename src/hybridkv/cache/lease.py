@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hybridkv.cache.arena import Pages, Slab, make_pages
 from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.policy import Kind
+from hybridkv.cache.policy import Kind, Numbers
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 
@@ -85,16 +85,19 @@ class Lease:
         "computed",
         "continued_from",
         "copied",
+        "has_recalled",
         "id",
         "is_pin",
         "keeps",
         "leaf",
+        "lessons",
         "local_first",
         "matched_tokens",
         "named_tables",
         "poisoned",
         "prompt_tokens",
         "released",
+        "resumed_from",
         "root_key",
         "slabs",
         "slide_at",
@@ -127,6 +130,11 @@ class Lease:
         """How often the request it continues had been continued before, and once more."""
         self.continued_from = 0
         """Where that request ended."""
+        self.lessons: list[tuple[Numbers, int]] = []
+        """What it reuses, for the eviction policy: group and age. Told when it has computed something."""
+        self.resumed_from: Checkpoint | None = None
+        self.has_recalled = False
+        """It asked for something that was evicted, and that has been counted."""
         self.tables: list[Pages | None] = []
         """By token group: a page a block; None for taps the request did not ask for."""
         self.named_tables: dict[str, Pages] = {}

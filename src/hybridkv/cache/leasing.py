@@ -40,9 +40,9 @@ class Leasing:
     def attach(self, lease: Lease, path: Sequence[Step], resume: Resume) -> None:
         """Stand at the position of `resume`. Takes no pages: a tail is copied when the lease first extends."""
         keeper, position = self.keeper, resume.position
-        keeper.clock += 1
+        keeper.history.clock += 1
         block = position // self.block_tokens
-        leaf = self._node_ending_at(lease.root_key, path, block)
+        leaf = self._node_ending_at(lease, path, block)
         leaf.refs += 1
         nodes = list(leaf.path())
         nodes.reverse()
@@ -64,17 +64,19 @@ class Leasing:
         lease.states = [None] * len(self.state_groups)
         if resume.checkpoint is not None:
             self._attach_checkpoint(lease, resume.checkpoint)
-        elif not keeper.needs_checkpoints:
-            self._continue_node(lease)
-        if resume.matched_tokens > position:
-            for node, num_blocks in path:
-                first = max(0, block - node.start)
-                keeper.recall(lease, node.keys[first:num_blocks])
+        if not keeper.needs_checkpoints:
+            keeper.history.continued(lease)
+        elif resume.matched_tokens > position:
+            self._recall_matched(lease, path, block, resume.matched_tokens // self.block_tokens)
         keeper.leases[lease.id] = lease
         lease.announce(self.block_bytes)
 
     def _attach_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        self.keeper.use_checkpoint(lease, checkpoint)
+        self.keeper.stats.checkpoints_hit += 1
+        if self.keeper.needs_checkpoints:
+            self.keeper.history.used(lease, checkpoint)
+        if checkpoint.rating is None:  # else it stays where it is: something deeper will supersede it soon
+            self.keeper.offer_again(checkpoint)
         for group, state in enumerate(checkpoint.states):
             assert state is not None
             state.refs += 1
@@ -84,16 +86,11 @@ class Leasing:
             lease.tail = checkpoint
             checkpoint.holds += 1
 
-    def _continue_node(self, lease: Lease) -> None:
-        """Where every block boundary can be resumed, the end of a leaf is the end of the request that left it."""
-        leaf, keeper = lease.leaf, self.keeper
-        if leaf.parent is None:
-            return
-        if leaf.children:
-            leaf.turn += 1  # one more branches off here
-        elif leaf.refs == 1:
-            keeper.reused(leaf.rating, leaf.last_used)
-            lease.turn, lease.continued_from = leaf.turn + 1, lease.computed
+    def _recall_matched(self, lease: Lease, path: Sequence[Step], first: int, last: int) -> None:
+        """Blocks [first, last) are there, but not what was kept with them: was there more once?"""
+        for node, _ in reversed(path):
+            if node.parent is not None and node.start < last:
+                self.keeper.history.recall(lease, node.keys[max(0, first - node.start) : last - node.start])
 
     def _name_tables(self, lease: Lease) -> None:
         groups = self.keeper.layout.token_groups
@@ -105,15 +102,14 @@ class Leasing:
     def next_slide(self, position: int) -> float:
         return min((group.next_slide(position, self.block_tokens) for group in self._local_groups), default=math.inf)
 
-    def _node_ending_at(self, key: bytes, path: Sequence[Step], block: int) -> Node:
+    def _node_ending_at(self, lease: Lease, path: Sequence[Step], block: int) -> Node:
         if block == 0:
-            return self.keeper.index.root(key)
+            return self.keeper.index.root(lease.root_key)
         node = next(step.node for step in path if step.node.start < block <= step.node.start + step.num_blocks)
         if block == node.end:
             return node
-        is_idle_leaf = not node.children and not node.refs
-        if is_idle_leaf and not self.keeper.needs_checkpoints and 2 * (block - node.start) >= node.num_blocks:
-            self.keeper.reused(node.rating, node.last_used)  # most of it
+        if not self.keeper.needs_checkpoints:
+            self.keeper.history.used_in_part(lease, node, block - node.start)
         return self.keeper.index.split(node, block - node.start)
 
     def let_go(self, lease: Lease) -> None:

@@ -147,6 +147,8 @@ class Steps:
                 return
             target = stand
         lease.computed = target
+        if lease.lessons or lease.resumed_from is not None:
+            self.keeper.history.confirm(lease)
         kept_positions = [kept.position for kept in step.kept if kept.position <= target] if step.kept else []
         if target >= lease.slide_at:  # before publishing: most of a long step's blocks are out of sight already
             self._slide(lease, min(kept_positions, default=target))
@@ -230,7 +232,7 @@ class Steps:
             node = index.append(leaf, tokens, pages, may_grow=leaf.refs == 1)
             node.hold_slabs(lease.slabs)
             keeper.stats.blocks_published += end - first
-            keeper.recall(lease, node.keys[first - end :])
+            keeper.history.recall(lease, node.keys[first - end :])
             if keeper.events.enabled and not node.dead:
                 keeper.events.stored(node.keys[first - end :])
             self._move_to(lease, node)

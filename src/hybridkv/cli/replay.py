@@ -135,12 +135,11 @@ def _service(
     model: str, tp: int, accelerator: str, prefill_rate: float | None, decode_rate: float | None, *, serial: bool
 ) -> tuple[ServiceModel | None, ComputeModel | None]:
     """How requests are timed, and their FLOPs counted. A decode step reads all active weights once."""
-    compute = compute_of(model)
+    compute, device = compute_of(model), find_accelerator(accelerator)
     if serial:
         return None, compute
-    device = find_accelerator(accelerator)
     service = ServiceModel(
-        decode_tokens_per_s=decode_rate or device.decode_tokens_per_s(compute, tp),
+        decode_tokens_per_s=device.decode_tokens_per_s(compute, tp) if decode_rate is None else decode_rate,
         prefill_tokens_per_s=prefill_rate,
         flops_per_s=tp * device.flops * device.utilisation,
         compute=compute,

@@ -197,7 +197,7 @@ class Concurrent:
             return
         while isinstance(self._cache.extend(lease, num_tokens), NoRoom):
             youngest = max(self._decoding.values(), key=lambda other: other.job.rank)
-            if youngest is not running or self._prefilling is not None:
+            if youngest is not running or self._prefilling is not None or len(self._decoding) > 1:
                 self._preempt(youngest)
                 if youngest is running:
                     return

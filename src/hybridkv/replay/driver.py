@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from hybridkv.cache import Cache, CacheLayout, named_policy
@@ -32,7 +33,7 @@ def replay(
     `conversations`: those of the trace, if they are known already. `progress` is called once a request. `check`:
     recount the cache's books at the end.
     """
-    if setting.speed <= 0:
+    if not 0 < setting.speed < math.inf:
         raise HybridKVError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
     policy = named_policy(setting.policy, None if compute is None else compute.flops)
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,11 @@ from hybridkv.replay.traces import TOKEN_BYTES, Chains, Record, Trace
 DEFAULT_PIECE_TOKENS = 512
 TOKEN_PIECE = 16
 _KINDS = {"hash_ids": "Mooncake", "token_ids": "token_ids", "text": "text"}
-_MOST_TOKENS = 2**31 - 1
+_MOST_TOKEN_ID = 2**31 - 1
+_MOST_TOKENS = 2**26
+"""Of one prompt or reply: what is longer is a mistake, and would take gigabytes to find out."""
+
+_LATEST_MS = 1e18
 
 Tokenize = Callable[[str], list[int]]
 
@@ -76,7 +79,7 @@ class _Reader:
     def read(self, line: str) -> None:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise TraceError(f"a {type(fields).__name__}, not an object")
@@ -92,8 +95,8 @@ class _Reader:
         length = _integer(fields, "input_length", least=1)
         size = _integer(fields, "block_size", least=1, default=DEFAULT_PIECE_TOKENS)
         ids, needed = fields["hash_ids"], -(-length // size)
-        if not isinstance(ids, list) or not all(isinstance(name, (int, str)) for name in ids):
-            raise TraceError("hash_ids is not a list of integers")
+        if not isinstance(ids, list) or not all(type(name) in (int, str) for name in ids):
+            raise TraceError("hash_ids is not a list of integers or strings")
         if len(ids) < needed:
             raise TraceError(f"{len(ids)} hash_ids for {length} tokens: blocks of {size} make it {needed}")
         chain = self.chains.number(ids[:needed], size)
@@ -121,8 +124,10 @@ class _Reader:
             if self._tokenize is None:
                 raise TraceError("a trace of text needs a tokenizer: pass --tokenizer with its directory")
             value = self._tokenize(value)
-        if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= _MOST_TOKENS for token in value):
-            raise TraceError(f"{name} is not a list of token ids from 0 to {_MOST_TOKENS}")
+        if not isinstance(value, list) or not all(
+            type(token) is int and 0 <= token <= _MOST_TOKEN_ID for token in value
+        ):
+            raise TraceError(f"{name} is not a list of token ids from 0 to {_MOST_TOKEN_ID}")
         return np.array(value, dtype="<i4").tobytes()
 
 
@@ -131,12 +136,12 @@ def _integer(fields: dict[str, Any], name: str, *, least: int = 0, default: int 
     if value is None:
         raise TraceError(f"no {name}")
     if type(value) is not int or not least <= value <= _MOST_TOKENS:
-        raise TraceError(f"{name} is {value!r}: it must be an integer of at least {least}")
+        raise TraceError(f"{name} is {value!r:.40}: it must be an integer from {least} to {_MOST_TOKENS}")
     return value
 
 
 def _seconds(fields: dict[str, Any]) -> float:
     value = fields.get("timestamp", 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise TraceError(f"timestamp is {value!r}: it must be milliseconds, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LATEST_MS:
+        raise TraceError(f"timestamp is {value!r:.40}: it must be milliseconds, 0 or more")
     return value / 1000

@@ -16,12 +16,17 @@ def prefill_step(cache: Cache, lease: Lease) -> int:
 
 
 def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoRoom:
-    """Extend by `num_tokens`, or half of that, and so on down to a block; for a lease that is alone in the arena."""
+    """Extend by `num_tokens`, or half of that, and so on; for a lease that is alone in the arena.
+
+    Where it stands may be what takes the room: what it resumed from is held until its first step. Then it goes back.
+    """
     while True:
-        step = cache.extend(lease, num_tokens)
-        if not isinstance(step, NoRoom) or num_tokens <= cache.block_tokens:
+        most = min(num_tokens, lease.num_tokens - lease.computed)
+        while isinstance(step := cache.extend(lease, most), NoRoom) and most > 1:
+            most //= 2
+        if not isinstance(step, NoRoom) or not lease.computed:
             return step
-        num_tokens = max(cache.block_tokens, num_tokens // 2)
+        cache.rollback(lease, lease.computed - 1)
 
 
 def could_fit(layout: CacheLayout, num_tokens: int) -> bool:

@@ -56,19 +56,19 @@ def _serve(cache: Cache, request: TraceRequest, meter: Meter, *, prompts_only: b
         lease.append(reply)
         if not _compute(cache, lease, request, meter, lease.computed):
             return
-        meter.output_tokens += request.output_tokens
+    meter.output_tokens += 0 if prompts_only else request.output_tokens
     cache.release(lease, keep=not prompts_only)
 
 
 def _compute(cache: Cache, lease: Lease, request: TraceRequest, meter: Meter, before: int) -> bool:
     """Compute all that is known; False: there was no room, and the request is gone."""
     while lease.computed < lease.num_tokens:
-        start = lease.computed
-        if isinstance(extend_some(cache, lease, prefill_step(cache, lease)), NoRoom):
+        step = extend_some(cache, lease, prefill_step(cache, lease))
+        if isinstance(step, NoRoom):
             cache.abort(lease)
             meter.refused += 1
             return False
         cache.commit(lease)
-        meter.computed(start, lease.computed, before)
+        meter.computed(step.start, lease.computed, before)
         meter.seen.add(request, lease.computed)
     return True
