@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, Kind, Rating, Role, named_policy
 from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.index import Checkpoint
 from hybridkv.cache.policy import LeastRecentlyUsed, Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
 from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
 from hybridkv.errors import HybridKVError
@@ -75,8 +77,11 @@ def test_chances_are_learned_and_forgotten() -> None:
     unseen = policy.rate(end_of(1, 3000)).group
     assert 0.4 < policy.chance(unseen) < 0.6  # what all of this turn do
     for _ in range(20_000):
-        policy.learn_kept(short, 1)
-    assert policy.chance(short) < 0.1
+        policy.learn_kept(long, 1)
+    for _ in range(600):
+        policy.learn_kept(long, 1)
+        policy.learn_reused(long, 10)
+    assert policy.chance(long) > 0.04  # 600 of 20,900 would be 0.03, had nothing been forgotten
 
 
 def value(policy: PredictedReuse, candidate: Candidate, age: int) -> float:
@@ -96,6 +101,11 @@ class Recorder(PredictedReuse):
     def __init__(self) -> None:
         super().__init__()
         self.reused: list[tuple[Numbers, int]] = []
+        self.kept: Counter[Numbers] = Counter()
+
+    def learn_kept(self, group: Numbers, count: int) -> None:
+        self.kept[group] += count
+        super().learn_kept(group, count)
 
     def learn_reused(self, group: Numbers, age: int) -> None:
         self.reused.append((group, age))
@@ -166,6 +176,78 @@ def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
     assert [age for _, age in policy.reused] == [8]
 
 
+def test_what_is_asked_for_again_must_be_what_ended_there() -> None:
+    policy = Recorder()
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=8, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache.serve(tokens(41))
+    for seed in range(1, 8):
+        cache.serve(tokens(41, seed))
+    cache.serve(tokens(41)[:36] + tokens(20, 99))  # all but its last block
+    assert not policy.reused
+
+
+def test_a_conversation_is_counted_turn_by_turn() -> None:
+    """Each end is kept once; when the next turn is there, it counts among what was left behind."""
+    policy = Recorder()
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    chat = tokens(41)
+    for turn in range(3):
+        lease = cache.cache.begin(chat)
+        assert lease.turn == turn
+        assert cache.compute(lease)
+        cache.cache.release(lease)  # the prompt's end at 40 and so on is superseded by the very end
+        chat = chat + tokens(20, 100 + turn)
+    ends = {group[1]: count for group, count in policy.kept.items() if not group[0] and count}
+    left = {group[2]: count for group, count in policy.kept.items() if group[0] and count}
+    assert ends == {0: 1, 1: 1, 2: 1}
+    assert left == {0: 3, 1: 2}  # three ends of prompts that nobody used, two very ends that were used once
+    assert [(group[:2], age) for group, age in policy.reused] == [((0, 0), 1), ((0, 1), 1)]
+
+
+def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
+    policy = Recorder()
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache.serve(tokens(40))
+    keeper = cache.cache._keeper
+    popped = keeper._queue.pop(keeper.history.clock)
+    while popped is not None:
+        item, rating = popped
+        assert isinstance(item, Checkpoint)
+        keeper.history.evicted(item, rating)
+        keeper.drop_checkpoint(item)
+        popped = keeper._queue.pop(keeper.history.clock)
+    lease = cache.cache.begin(tokens(40) + tokens(20, 1))
+    assert lease.computed == 0
+    assert lease.matched_tokens == 40
+    assert lease.turn == 1
+    assert len(policy.reused) == 1
+
+
+def test_what_loses_its_successor_is_an_end_again() -> None:
+    policy = Recorder()
+    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
+    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    chat = tokens(40)
+    for _ in range(2):
+        lease = cache.cache.begin(chat)
+        assert cache.compute(lease)
+        cache.cache.release(lease)
+        chat = chat + tokens(20, 1)
+    keeper = cache.cache._keeper
+    (node,) = (node for node in keeper.all_nodes() if node.checkpoints)
+    last = node.checkpoints[-1]
+    keeper._queue.withdraw(last)
+    keeper._evict_checkpoint(last)
+    deepest = node.checkpoints[-1]
+    assert deepest.is_news
+    assert deepest.rating is not None
+    assert deepest.rating.group[0] == 0
+    cache.cache.check_integrity()
+
+
 def test_who_found_no_room_has_used_nothing() -> None:
     cache = sim(FULL, STATE, num_slabs=30)
     cache.serve(tokens(41))
@@ -183,12 +265,15 @@ def test_what_went_piece_by_piece_is_missed_once() -> None:
     cache = Sim(layout, policy=policy)
     cache.serve(tokens(160))
     for seed in range(1, 5):
-        cache.serve(tokens(160, seed))
+        other = cache.cache.begin(tokens(160, seed))
+        while other.computed < 160:
+            assert cache.compute(other, 32)
+        cache.cache.release(other)
     policy.reused.clear()
     lease = cache.cache.begin(tokens(160))
     while lease.computed < 160:
         assert cache.compute(lease, min(16, 160 - lease.computed))
-    assert len(policy.reused) <= 2  # at most what is left of it, and what has gone
+    assert len(policy.reused) == 1
 
 
 def test_books_do_not_keep_what_is_gone() -> None:

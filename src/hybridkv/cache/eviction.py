@@ -147,7 +147,7 @@ class EvictionQueue:
             items = lane.filed()
             assert len(items) == lane.num_filed > 0
             assert all(item.rating is not None and item.rating.lane == key for item in items)
-            assert not any(isinstance(item, Node) and item.gone for item in items)
+            assert not any(item.gone if isinstance(item, Node) else item.node is None for item in items)
             filed.update(items)
         assert all(count == 1 for count in filed.values())
         for item in candidates:
