@@ -11,6 +11,8 @@ from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.policy import Candidate, EvictionPolicy, Kind, Numbers, Rating
 
 Item = Node | Checkpoint
+_WEIGH_EVERY = 8
+"""Requests after which values are looked up again."""
 
 
 class _Lane:
@@ -19,17 +21,37 @@ class _Lane:
 
     def __init__(self) -> None:
         self.num_filed = 0
+        self.least: Item | None = None
+        """The end of less value, as of some requests ago."""
+        self.least_value = 0.0
+        self._least_ticket = 0
+        self._weigh_at = 0
         self._oldest: list[tuple[int, int, Item]] = []
         self._newest: list[tuple[int, int, Item]] = []
 
     def file(self, item: Item) -> None:
         self.num_filed += 1
+        self.least = None
         heappush(self._oldest, (item.last_used, item.ticket, item))
         heappush(self._newest, (-item.last_used, item.ticket, item))
         if len(self._oldest) > 2 * self.num_filed + 16 or len(self._newest) > 2 * self.num_filed + 16:
             filed = self.filed()
             self._oldest = sorted((item.last_used, item.ticket, item) for item in filed)
             self._newest = sorted((-item.last_used, item.ticket, item) for item in filed)
+
+    def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
+        """Find the end of less value, unless that was done a moment ago: values change slowly."""
+        if self.least is not None and self.least.ticket == self._least_ticket and now < self._weigh_at:
+            return
+        oldest, newest = self.oldest, self.newest if policy.newest_may_go else None
+        assert oldest is not None
+        self.least, self.least_value = oldest, policy.value(key, now - oldest.last_used, oldest_age)
+        if newest is not None and newest is not oldest:
+            value = policy.value(key, now - newest.last_used, oldest_age)
+            if value < self.least_value:
+                self.least, self.least_value = newest, value
+        self._least_ticket = self.least.ticket
+        self._weigh_at = now + _WEIGH_EVERY
 
     def filed(self) -> list[Item]:
         """All, in no order."""
@@ -74,6 +96,8 @@ class EvictionQueue:
         self._lanes: dict[Numbers, _Lane] = {}
         self._bare: OrderedDict[Node, None] = OrderedDict()
         self._next_ticket = 1
+        self._known_oldest_age = 0
+        self._look_at = 0
 
     def __len__(self) -> int:
         return len(self._bare) + sum(lane.num_filed for lane in self._lanes.values())
@@ -122,23 +146,21 @@ class EvictionQueue:
         return None
 
     def _least(self, now: int) -> Item | None:
-        """Of the oldest of each lane, and the newest where the policy wants it, the one of least value."""
-        oldest = [(key, item) for key, lane in self._lanes.items() if (item := lane.oldest) is not None]
-        if len(oldest) == 1 and not self.policy.newest_may_go:
-            return oldest[0][1]
-        oldest_age = max((now - item.last_used for _, item in oldest), default=0)
-        best: Item | None = None
-        least, value = 0.0, self.policy.value
-        for key, item in oldest:
-            worth = value(key, now - item.last_used, oldest_age)
-            if best is None or worth < least:
-                best, least = item, worth
-        if self.policy.newest_may_go:
-            for key, lane in self._lanes.items():
-                newest = lane.newest
-                if newest is not None and (worth := value(key, now - newest.last_used, oldest_age)) < least:
-                    best, least = newest, worth
-        return best
+        """Of the ends of all lanes, the one of least value."""
+        best: _Lane | None = None
+        oldest_age = self._oldest_age(now)
+        for key, lane in self._lanes.items():
+            lane.weigh(key, self.policy, now, oldest_age)
+            if best is None or lane.least_value < best.least_value:
+                best = lane
+        return None if best is None else best.least
+
+    def _oldest_age(self, now: int) -> int:
+        """Of all that is filed, as of some requests ago."""
+        if now >= self._look_at:
+            ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest) is not None)
+            self._known_oldest_age, self._look_at = max(ages, default=0), now + _WEIGH_EVERY
+        return self._known_oldest_age
 
     def check_integrity(self, candidates: Iterable[Item]) -> None:
         """`candidates`: what may be evicted. All of it is filed, once, where its rating says."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Pool, Slab, make_pages
+from hybridkv.cache import held
+from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Slab, make_pages
 from hybridkv.cache.eviction import EvictionQueue, is_superseded
+from hybridkv.cache.held import Needs
 from hybridkv.cache.history import History
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
@@ -18,7 +20,6 @@ from hybridkv.cache.lease import Lease, NoRoom
 from hybridkv.cache.policy import EvictionPolicy
 from hybridkv.cache.stats import CacheStats, Events
 
-Needs = dict[Pool, int]
 _EVICT_AHEAD = 8
 
 
@@ -64,6 +65,7 @@ class Keeper:
         self.taps = [i for i, role in enumerate(roles) if role is Role.TAP]
         for group in self.local:
             self.token_pools[group].share_pages(layout.num_slabs)
+        self._groups = held.Groups(self.full, self.local, self.taps, self.token_pools, self.state_pools)
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[int, Lease] = {}
         self.needs_checkpoints = bool(layout.state_groups or self.local)
@@ -84,8 +86,8 @@ class Keeper:
         if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
             return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
         self.run_operations()  # slabs that were emptied may wait for it
-        if not self.arena.fits(needs) and not self.arena.could_ever_fit(_sum(needs, self._pages_of_leases())):
-            return self._no_room(0)  # nothing is evicted in vain
+        if not self.arena.fits(needs) and self._is_in_vain(needs):
+            return self._no_room(0)
         pins, num_evicted = _Pins(self.in_flight), 0
         while not self.arena.fits(needs):
             if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
@@ -97,28 +99,18 @@ class Keeper:
             else:
                 num_evicted += 1
         # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
-        for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32) if most_evictions is None else 0):
+        for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32)):
             if not self._evict_least(needs):
                 break
         return None
 
-    def _pages_of_leases(self) -> Needs:
-        """By pool: pages that cannot be evicted, or some fewer. What leases share is counted once."""
-        nodes = {node for lease in self.leases.values() for node in lease.leaf.path()}
-        held: Needs = {}
-        for group in (*self.full, *self.taps):
-            runs = [pages for node in nodes if (pages := node.pages[group]) is not None]
-            num_pages = sum(len(pages) - pages.count(NULL_PAGE) for pages in runs)
-            num_pages += sum(max(0, len(lease.tables[group] or ()) - lease.leaf.end) for lease in self.leases.values())
-            held[self.token_pools[group]] = held.get(self.token_pools[group], 0) + num_pages
-        for group in self.local:
-            seen = {page for lease in self.leases.values() for page in lease.tables[group] or ()}
-            held[self.token_pools[group]] = len(seen - {NULL_PAGE})
-        for group, pool in enumerate(self.state_pools):
-            states = [lease.states[group] for lease in self.leases.values()]
-            # One that is shared may be so with a checkpoint: when that goes, it is written in place.
-            held[pool] = sum(len(state.pages) for state in states if state is not None and state.refs == 1)
-        return held
+    def _is_in_vain(self, needs: Needs) -> bool:
+        """Whether there would be no room even without anything that can be evicted."""
+        leases = self.leases.values()
+        for count in (held.at_most, held.at_least):  # mostly the quick one is enough to see that there would
+            if self.arena.could_ever_fit(held.add(needs, count(leases, self._groups))):
+                return False
+        return True
 
     def _no_room(self, num_pinned: int) -> NoRoom:
         if self.arena.has_limbo:
@@ -436,10 +428,6 @@ def _runs_upwards(leaf: Node, group: int, first: int, last: int) -> Iterator[tup
         low = max(first, node.start)
         yield node, pages, low - node.start, last - node.start
         last = low
-
-
-def _sum(needs: Needs, held: Needs) -> Needs:
-    return {pool: needs.get(pool, 0) + held.get(pool, 0) for pool in (needs | held)}
 
 
 def _relocate(tables: list[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:

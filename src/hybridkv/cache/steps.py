@@ -40,7 +40,8 @@ class Steps:
         keeper, needs = self.keeper, self.leasing.needs
         fresh = self.fresh_states(lease, may_cut)
         inside = [position for position in kept if position < end] if self.state_groups else []
-        if keeper.arena.fits(needs(lease, num_blocks, fresh, len(inside))):
+        most = _EVICTIONS_FOR_CHECKPOINTS
+        if inside and keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most) is None:
             return kept
         while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0))) is not None:
             before, fresh = fresh, self.fresh_states(lease, may_cut)
@@ -48,7 +49,7 @@ class Steps:
                 return no_room
         if not inside:
             return kept
-        keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most_evictions=_EVICTIONS_FOR_CHECKPOINTS)
+        keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most)
         num_fit = len(inside)
         while not keeper.arena.fits(needs(lease, num_blocks, fresh, num_fit)):
             num_fit -= 1
