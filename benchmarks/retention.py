@@ -142,10 +142,6 @@ class WithoutSizes(PredictedReuse):
         return super().rate(candidate._replace(start=0, end=1, num_bytes=1))
 
 
-class OldestOnly(PredictedReuse):
-    newest_may_go = False
-
-
 class WithoutTime(PredictedReuse):
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
         return super().value(lane, 0, oldest_age) - 1e-12 * age
@@ -157,7 +153,6 @@ ABLATION: dict[str, type[PredictedReuse]] = {
     "reuse, no superseding": WithoutSuperseding,
     "reuse, no sizes": WithoutSizes,
     "reuse, no ghosts": PredictedReuse,
-    "reuse, never the newest first": OldestOnly,
     "reuse, no time": WithoutTime,
 }
 

@@ -12,7 +12,7 @@ import pytest
 from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, Kind, Rating, Role, named_policy
 from hybridkv.cache.ghosts import Ghost, Ghosts
 from hybridkv.cache.index import Checkpoint
-from hybridkv.cache.policy import LeastRecentlyUsed, Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
+from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
 from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
 from hybridkv.errors import HybridKVError
 from hybridkv.models import load_model
@@ -288,24 +288,6 @@ def test_books_do_not_keep_what_is_gone() -> None:
         cache.cache.check_integrity()
     cache.cache.reset()
     assert len(cache.cache._keeper._queue) == 0
-
-
-class Backwards(LeastRecentlyUsed):
-    """The newest first."""
-
-    newest_may_go = True
-
-    def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
-        return age
-
-
-def test_the_newest_goes_first_where_the_policy_wants_it() -> None:
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=12, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=Backwards(), checkpoint_policy=PromptEndBranchesGrid(None))
-    for seed in range(8):
-        cache.serve(tokens(24, seed))
-    assert cache.cache.match(tokens(24)).num_tokens > 0
-    assert cache.cache.match(tokens(24, 6)).num_tokens == 0
 
 
 def test_ghosts_are_bounded_and_recalled_once() -> None:

@@ -16,69 +16,44 @@ _WEIGH_EVERY = 8
 
 
 class _Lane:
-    """Items in order of last use, from both ends. What is no longer filed here is passed over, and thrown out when it
-    is more than what is."""
+    """Items in order of last use. What is no longer filed here is passed over, and thrown out when it is more than
+    what is."""
 
     def __init__(self) -> None:
         self.num_filed = 0
-        self.least: Item | None = None
-        """The end of less value, as of some requests ago."""
-        self.least_value = 0.0
-        self._least_ticket = 0
-        self._weigh_at = 0
-        self._oldest: list[tuple[int, int, Item]] = []
-        self._newest: list[tuple[int, int, Item]] = []
+        self.value = 0.0
+        """Of the oldest, as of some requests ago."""
+        self._weighed: tuple[int, int] = (0, 0)
+        self._heap: list[tuple[int, int, Item]] = []
 
     def file(self, item: Item) -> None:
         self.num_filed += 1
-        self.least = None
-        heappush(self._oldest, (item.last_used, item.ticket, item))
-        heappush(self._newest, (-item.last_used, item.ticket, item))
-        if len(self._oldest) > 2 * self.num_filed + 16 or len(self._newest) > 2 * self.num_filed + 16:
-            filed = self.filed()
-            self._oldest = sorted((item.last_used, item.ticket, item) for item in filed)
-            self._newest = sorted((-item.last_used, item.ticket, item) for item in filed)
-
-    def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
-        """Find the end of less value, unless that was done a moment ago: values change slowly."""
-        if self.least is not None and self.least.ticket == self._least_ticket and now < self._weigh_at:
-            return
-        oldest, newest = self.oldest, self.newest if policy.newest_may_go else None
-        assert oldest is not None
-        self.least, self.least_value = oldest, policy.value(key, now - oldest.last_used, oldest_age)
-        if newest is not None and newest is not oldest:
-            value = policy.value(key, now - newest.last_used, oldest_age)
-            if value < self.least_value:
-                self.least, self.least_value = newest, value
-        self._least_ticket = self.least.ticket
-        self._weigh_at = now + _WEIGH_EVERY
+        heappush(self._heap, (item.last_used, item.ticket, item))
+        if len(self._heap) > 2 * self.num_filed + 16:
+            self._heap = sorted((item.last_used, item.ticket, item) for item in self.filed())
 
     def filed(self) -> list[Item]:
         """All, in no order."""
-        oldest = [item for _, ticket, item in self._oldest if ticket == item.ticket]
-        newest = [item for _, ticket, item in self._newest if ticket == item.ticket]
-        assert Counter(oldest) == Counter(newest)
-        return oldest
+        return [item for _, ticket, item in self._heap if ticket == item.ticket]
 
-    @property
     def oldest(self) -> Item | None:
-        return _first_filed(self._oldest, 1)
+        while self._heap:
+            last_used, ticket, item = self._heap[0]
+            if ticket != item.ticket:
+                heappop(self._heap)
+            elif last_used != item.last_used:  # used since
+                heapreplace(self._heap, (item.last_used, ticket, item))
+            else:
+                return item
+        return None
 
-    @property
-    def newest(self) -> Item | None:
-        return _first_filed(self._newest, -1)
-
-
-def _first_filed(heap: list[tuple[int, int, Item]], sign: int) -> Item | None:
-    while heap:
-        last_used, ticket, item = heap[0]
-        if ticket != item.ticket:
-            heappop(heap)
-        elif last_used != sign * item.last_used:  # used since
-            heapreplace(heap, (sign * item.last_used, ticket, item))
-        else:
-            return item
-    return None
+    def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
+        """Look up the value of the oldest, unless that was done a moment ago: values change slowly."""
+        oldest = self.oldest()
+        assert oldest is not None
+        if self._weighed != (oldest.ticket, now // _WEIGH_EVERY):
+            self.value = policy.value(key, now - oldest.last_used, oldest_age)
+            self._weighed = (oldest.ticket, now // _WEIGH_EVERY)
 
 
 class EvictionQueue:
@@ -146,19 +121,19 @@ class EvictionQueue:
         return None
 
     def _least(self, now: int) -> Item | None:
-        """Of the ends of all lanes, the one of least value."""
+        """Of the oldest of all lanes, the one of least value."""
         best: _Lane | None = None
         oldest_age = self._oldest_age(now)
         for key, lane in self._lanes.items():
             lane.weigh(key, self.policy, now, oldest_age)
-            if best is None or lane.least_value < best.least_value:
+            if best is None or lane.value < best.value:
                 best = lane
-        return None if best is None else best.least
+        return None if best is None else best.oldest()
 
     def _oldest_age(self, now: int) -> int:
         """Of all that is filed, as of some requests ago."""
         if now >= self._look_at:
-            ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest) is not None)
+            ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest()) is not None)
             self._known_oldest_age, self._look_at = max(ages, default=0), now + _WEIGH_EVERY
         return self._known_oldest_age
 

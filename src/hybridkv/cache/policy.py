@@ -71,16 +71,13 @@ class Rating(NamedTuple):
     """What a policy makes of a candidate."""
 
     lane: Numbers
-    """Of two candidates in one lane only age decides: `EvictionPolicy.value` is asked for the oldest and the newest."""
+    """Of two candidates in one lane the older goes first."""
     group: Numbers = ()
     """Candidates with the same prospects, for policies that learn; empty for those that do not."""
 
 
 class EvictionPolicy(Protocol):
     """What to evict first. Ages are counted in requests."""
-
-    newest_may_go: bool
-    """Whether the newest of a lane may be worth less than the oldest."""
 
     def rate(self, candidate: Candidate) -> Rating:
         """Asked when something becomes evictable, or its facts change."""
@@ -101,8 +98,6 @@ class EvictionPolicy(Protocol):
 
 class LeastRecentlyUsed:
     """One lane for all."""
-
-    newest_may_go = False
 
     def rate(self, candidate: Candidate) -> Rating:
         return _ONE_LANE

@@ -10,8 +10,7 @@ facts. Chance and time are learned as the cache runs, from what was reused and w
 - The **time** until reuse is learned as one distribution over ages for ends, and one for what is superseded.
 
 Given both, the best one can do with something of a given age is to keep it for the time that has the highest ratio of
-expected reuses to expected time kept (the Gittins index). That ratio first rises with age (nobody answers at once) and
-then falls, so that under great pressure the newest go first, and something survives long enough to be reused at all.
+expected reuses to expected time kept (the Gittins index).
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ _FIRST_CHANCE = {Kind.END: 0.05, Kind.BRANCH: 0.5, Kind.BREAKPOINT: 0.3, Kind.GR
 
 class PredictedReuse:
     """Evicts what is least worth its bytes and time."""
-
-    newest_may_go = True
 
     def __init__(self) -> None:
         self._kept: defaultdict[Numbers, int] = defaultdict(int)
