@@ -100,8 +100,7 @@ class Cache:
         leader = match.leader
         if leader is None or leader.released or leader.aborted or match.leader_tokens <= match.num_tokens:
             return False
-        needs_checkpoint = bool(self.layout.state_groups or self._keeper.local)
-        return leader.keep_at(match.leader_tokens) if needs_checkpoint else True
+        return leader.keep_at(match.leader_tokens) if self._keeper.needs_checkpoints else True
 
     # --- the life of a request ----------------------------------------------------------------------------------------
 
@@ -376,7 +375,7 @@ class Cache:
         return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
-        if not self.layout.state_groups and not self._keeper.local:
+        if not self._keeper.needs_checkpoints:
             return
         facts = PromptFacts(
             lease.prompt_tokens,

@@ -66,8 +66,8 @@ class Checkpoint:
         tail_pages: list[int] | None = None,
     ) -> None:
         self.position = position
-        self.states = states
         self.kind = kind
+        self.states = states
         """By state group; None where it has been lost."""
         self.tail_tokens = tail_tokens
         self.tail_pages = tail_pages or []

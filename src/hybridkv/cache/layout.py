@@ -119,7 +119,7 @@ class CacheLayout:
 def _slabs_together(plan: Plan) -> int:
     """How many slabs of a plan to keep as one: books are kept by slab, and fewer are less work.
 
-    States stay as they are: one a slab is no hardship, and others can have the slab as soon as it is free.
+    Only blocks count: there are many of them. With few states in a slab, others can have it as soon as they are gone.
     """
     per_slab = [group.pages_per_slab for group in plan.groups if not isinstance(group.specs[0], LinearState)]
     together = 1

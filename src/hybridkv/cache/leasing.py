@@ -170,7 +170,7 @@ class Leasing:
         """Make a checkpoint of where the lease stands, with its states and the block begun."""
         keeper, position = self.keeper, lease.computed
         block, begun = divmod(position, self.block_tokens)
-        needless = not begun and not self.state_groups and not keeper.local
+        needless = not begun and not keeper.needs_checkpoints
         if not position or needless or lease.tail is not None or lease.leaf.dead or lease.poisoned is not None:
             return
         tail_tokens, tail_pages = b"", None
