@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, Kind, Rating, Role, named_policy
+from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Rating, Role, named_policy
 from hybridkv.cache.ghosts import Ghost, Ghosts
 from hybridkv.cache.index import Checkpoint
 from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
@@ -27,7 +27,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(32000), k=count)
 
 
-def sim(*groups: CacheGroup, num_slabs: int, policy: str = "reuse") -> Sim:
+def sim(*groups: CacheGroup, num_slabs: int, policy: str | EvictionPolicy = "reuse") -> Sim:
     layout = CacheLayout.of(groups, block_tokens=4, num_slabs=num_slabs, kv_bytes_per_token=1)
     return Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
 
@@ -160,8 +160,7 @@ def test_blocks_that_no_checkpoint_needs_go_before_everything_else() -> None:
 
 def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
     policy = Recorder()
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=8, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache = sim(FULL, STATE, num_slabs=8, policy=policy)
     chat = tokens(41)
     cache.serve(chat)
     for seed in range(1, 8):
@@ -178,8 +177,7 @@ def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
 
 def test_what_is_asked_for_again_must_be_what_ended_there() -> None:
     policy = Recorder()
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=8, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache = sim(FULL, STATE, num_slabs=8, policy=policy)
     cache.serve(tokens(41))
     for seed in range(1, 8):
         cache.serve(tokens(41, seed))
@@ -190,8 +188,7 @@ def test_what_is_asked_for_again_must_be_what_ended_there() -> None:
 def test_a_conversation_is_counted_turn_by_turn() -> None:
     """Each end is kept once; when the next turn is there, it counts among what was left behind."""
     policy = Recorder()
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache = sim(FULL, STATE, num_slabs=100, policy=policy)
     chat = tokens(41)
     for turn in range(3):
         lease = cache.cache.begin(chat)
@@ -208,8 +205,7 @@ def test_a_conversation_is_counted_turn_by_turn() -> None:
 
 def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
     policy = Recorder()
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache = sim(FULL, STATE, num_slabs=100, policy=policy)
     cache.serve(tokens(40))
     keeper = cache.cache._keeper
     popped = keeper._queue.pop(keeper.history.clock)
@@ -228,8 +224,7 @@ def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
 
 def test_what_loses_its_successor_is_an_end_again() -> None:
     policy = Recorder()
-    layout = CacheLayout.of([FULL, STATE], block_tokens=4, num_slabs=100, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None))
+    cache = sim(FULL, STATE, num_slabs=100, policy=policy)
     chat = tokens(40)
     for _ in range(2):
         lease = cache.cache.begin(chat)
@@ -261,8 +256,7 @@ def test_who_found_no_room_has_used_nothing() -> None:
 
 def test_what_went_piece_by_piece_is_missed_once() -> None:
     policy = Recorder()
-    layout = CacheLayout.of([FULL], block_tokens=4, num_slabs=12, kv_bytes_per_token=1)
-    cache = Sim(layout, policy=policy)
+    cache = sim(FULL, num_slabs=12, policy=policy)
     cache.serve(tokens(160))
     for seed in range(1, 5):
         other = cache.cache.begin(tokens(160, seed))
