@@ -1,0 +1,5 @@
+"""The arena's tensors: one buffer, a strided view of every part of every layer, and the cache core's operations."""
+
+from hybridkv.memory.memory import LayerMemory, Memory
+
+__all__ = ["LayerMemory", "Memory"]
