@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cache import Cache, CacheGroup, CacheLayout, NoRoom, Role
-from hybridkv.replay.room import extend_some
+from hybridkv.cache import Cache, CacheGroup, CacheLayout, NoRoom, Role, extend_some
 from hybridkv.replay.seen import Seen
 from tests.replay.traces import blocks, mooncake, run
 

@@ -6,6 +6,7 @@ from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
 from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
 from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
+from hybridkv.cache.room import could_fit, extend_some
 from hybridkv.cache.stats import CacheStats, Event
 
 __all__ = [
@@ -36,5 +37,7 @@ __all__ = [
     "StepTables",
     "ZeroPage",
     "ZeroSlab",
+    "could_fit",
+    "extend_some",
     "named_policy",
 ]

@@ -13,10 +13,10 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Sequence
 
-from hybridkv.cache import Cache, Lease, NoRoom
+from hybridkv.cache import Cache, Lease, NoRoom, could_fit, extend_some
 from hybridkv.replay.jobs import Event, Job, Running
 from hybridkv.replay.meter import Meter
-from hybridkv.replay.room import could_fit, extend_some, prefill_step
+from hybridkv.replay.room import prefill_step
 from hybridkv.replay.serial import Requests, breakpoints, fed_reply
 from hybridkv.replay.service import ServiceModel
 from hybridkv.replay.traces import TOKEN_BYTES, TraceRequest

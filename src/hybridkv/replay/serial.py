@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hybridkv.cache import Cache, Lease, NoRoom
+from hybridkv.cache import Cache, Lease, NoRoom, could_fit, extend_some
 from hybridkv.replay.meter import Meter
-from hybridkv.replay.room import could_fit, extend_some, prefill_step
+from hybridkv.replay.room import prefill_step
 from hybridkv.replay.traces import TOKEN_BYTES, TraceRequest
 
 
