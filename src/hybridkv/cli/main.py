@@ -9,6 +9,8 @@ from typing import Annotated, cast
 import typer
 
 from hybridkv import __version__
+from hybridkv.cli.chat import chat_command
+from hybridkv.cli.generate import generate_command
 from hybridkv.cli.models import models_command
 from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("models")(models_command)
 app.command("replay")(replay_command)
+app.command("generate")(generate_command)
+app.command("chat")(chat_command)
 
 # What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])

@@ -1,0 +1,96 @@
+"""`hybridkv chat`: talk to a model in the terminal. Each turn resumes where the last one ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybridkv.cli.engine_options import (
+    DeviceOption,
+    DtypeOption,
+    EngineOptions,
+    MaxTokensOption,
+    MemoryOption,
+    ModelArgument,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    TrustOption,
+    sampling,
+)
+from hybridkv.errors import HybridKVError
+
+if TYPE_CHECKING:
+    from hybridkv.engine import Engine, Prompt, Result, SamplingParams
+
+
+def chat_command(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="A first message that tells the model how to behave.")] = None,
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    memory: MemoryOption = "2GiB",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+    stats: Annotated[bool, typer.Option("--stats", help="After each reply: cached tokens and times.")] = False,
+) -> None:
+    """Talk to a local checkpoint. An empty line or Ctrl-D ends the conversation, Ctrl-C a reply.
+
+    The conversation so far is never computed again: each turn takes up the cache where the last reply ended.
+    """
+    params = sampling(max_tokens, temperature, top_p, top_k, seed)
+    with EngineOptions(model, memory, dtype, device, trust_remote_code).start() as engine:
+        messages = [{"role": "system", "content": system}] if system else []
+        while line := _ask():
+            messages.append({"role": "user", "content": line})
+            result = _answer(engine, engine.render_chat(messages), params)
+            if result is None:
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": result.text})
+            if stats:
+                _tell(result)
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo()
+        return ""
+
+
+def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | None:
+    """Print a reply as it comes; None if it was interrupted."""
+
+    async def stream() -> Result | None:
+        result = None
+        async for update in engine.stream(prompt, params):
+            typer.echo(update.text, nl=False)
+            result = update.result
+        return result
+
+    try:
+        result = asyncio.run(stream())
+    except KeyboardInterrupt:
+        result = None
+    typer.echo()
+    if result is not None and result.completions[0].error is not None:
+        raise HybridKVError(result.completions[0].error)
+    return result
+
+
+def _tell(result: Result) -> None:
+    metrics = result.metrics
+    typer.echo(
+        f"[{len(result.prompt_token_ids)} prompt tokens, {result.cached_tokens} of them cached; first token after "
+        f"{metrics.ttft_s * 1000:.0f} ms, then {metrics.per_token_s * 1000:.1f} ms a token]",
+        err=True,
+    )

@@ -1,0 +1,65 @@
+"""Options that every command which runs a model has, and the engine they make. Torch is imported when it is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybridkv.errors import HybridKVError
+
+if TYPE_CHECKING:
+    from hybridkv.engine import Engine, SamplingParams
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A directory a transformers model was saved to.")]
+MemoryOption = Annotated[str, typer.Option(help="Memory for the cache: 2GiB, 512M ...")]
+DtypeOption = Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float32 ...")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Tokens of a reply, at most.")]
+TemperatureOption = Annotated[float, typer.Option(help="0: always the likeliest token.")]
+TopPOption = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this much.")]
+TopKOption = Annotated[int, typer.Option(help="Only so many of the likeliest tokens; 0: all.")]
+SeedOption = Annotated[int | None, typer.Option(help="For the same reply every time.")]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What it takes to start an engine."""
+
+    model: str
+    memory: str
+    dtype: str
+    device: str
+    trust_remote_code: bool
+
+    def start(self) -> Engine:
+        return _engine().Engine(
+            self.model,
+            memory=self.memory,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def sampling(
+    max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None, stop: tuple[str, ...] = (), n: int = 1
+) -> SamplingParams:
+    return _engine().SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, n=n
+    )
+
+
+def _engine() -> Any:
+    """The engine's package, or what to do to have it."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        from hybridkv import engine
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        raise HybridKVError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
+    return engine

@@ -1,0 +1,127 @@
+"""`hybridkv generate`: complete prompts in the terminal or in a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybridkv.cli.engine_options import (
+    DeviceOption,
+    DtypeOption,
+    EngineOptions,
+    MaxTokensOption,
+    MemoryOption,
+    ModelArgument,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    TrustOption,
+    sampling,
+)
+from hybridkv.cli.tables import write
+from hybridkv.errors import HybridKVError
+
+if TYPE_CHECKING:
+    from hybridkv.engine import Result
+
+
+def generate_command(
+    model: ModelArgument,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it for several. Default: standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="One prompt a line, or JSON lines with 'prompt' or 'token_ids'.")
+    ] = None,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 1.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the reply; repeat it for several.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Replies to each prompt.")] = 1,
+    memory: MemoryOption = "2GiB",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with tokens and times.")] = False,
+) -> None:
+    """Complete prompts with a local checkpoint.
+
+    Prompts that begin alike share what they have in common; --json tells how many tokens the cache supplied.
+    """
+    wanted = _read_prompts(prompts, prompt_file)
+    params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
+    with EngineOptions(model, memory, dtype, device, trust_remote_code).start() as engine:
+        for result, prompt in zip(engine.generate(wanted, params, progress=sys.stderr.isatty()), wanted, strict=True):
+            if as_json:
+                write(json.dumps(_report(result), ensure_ascii=False))
+            else:
+                _show(result, prompt if len(wanted) > 1 else None)
+
+
+def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | list[int]]:
+    if prompts and path:
+        raise HybridKVError("both --prompt and --file: give one of them")
+    if prompts:
+        return list(prompts)
+    if path is None:
+        if sys.stdin.isatty():
+            raise HybridKVError("no prompt: give one with -p, a file with -f, or pipe one in")
+        return [sys.stdin.read()]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HybridKVError(f"cannot read {path}: {error}") from None
+    found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise HybridKVError(f"{path} has no prompts: write one a line")
+    return found
+
+
+def _line(path: Path, number: int, line: str) -> str | list[int]:
+    if path.suffix != ".jsonl":
+        return line
+    try:
+        raw = json.loads(line)
+        prompt = raw["prompt"] if "prompt" in raw else raw["token_ids"]
+    except (ValueError, KeyError, TypeError):
+        raise HybridKVError(f"{path}, line {number}: expected an object with 'prompt' or 'token_ids'") from None
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        return prompt
+    raise HybridKVError(f"{path}, line {number}: a prompt is a text or a list of token ids")
+
+
+def _show(result: Result, prompt: str | list[int] | None) -> None:
+    if prompt is not None:
+        write(f"> {prompt if isinstance(prompt, str) else f'{len(prompt)} tokens'}")
+    for completion in result.completions:
+        if completion.error is not None:
+            raise HybridKVError(completion.error)
+        write(completion.text or " ".join(map(str, completion.token_ids)))
+
+
+def _report(result: Result) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.cached_tokens,
+        "completions": [
+            {"index": one.index, "text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+            for one in result.completions
+        ],
+        "metrics": {
+            "queue_s": result.metrics.queue_s,
+            "ttft_s": result.metrics.ttft_s,
+            "total_s": result.metrics.total_s,
+            "per_token_s": result.metrics.per_token_s,
+            "preemptions": result.metrics.preemptions,
+        },
+    }

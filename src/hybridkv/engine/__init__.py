@@ -1,0 +1,23 @@
+"""Continuous batching for stock Hugging Face models: requests, scheduler, runner, sampler."""
+
+from hybridkv.engine.chat import Prompt, render_chat
+from hybridkv.engine.engine import Engine
+from hybridkv.engine.families import SUPPORTED
+from hybridkv.engine.loop import EngineError
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.results import Completion, Metrics, Result, Update
+from hybridkv.engine.sampler import TokenLogprobs
+
+__all__ = [
+    "SUPPORTED",
+    "Completion",
+    "Engine",
+    "EngineError",
+    "Metrics",
+    "Prompt",
+    "Result",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Update",
+    "render_chat",
+]

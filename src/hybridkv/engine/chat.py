@@ -1,0 +1,64 @@
+"""Messages into tokens, with the places where a conversation may be taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridkv.errors import RequestError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and positions worth a checkpoint: where other prompts may leave this one."""
+
+    token_ids: Sequence[int]
+    breakpoints: Sequence[int] = ()
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Prompt:
+    """What the tokenizer's chat template makes of messages. Each message's end is a breakpoint.
+
+    Templates are programs: some write a message differently when others follow. Only ends that are really there in the
+    whole text become breakpoints.
+    """
+    if not messages:
+        raise RequestError("a chat needs at least one message")
+    if not getattr(tokenizer, "chat_template", None):
+        raise RequestError("this model's tokenizer has no chat template: pass a plain prompt instead")
+    text = _render(tokenizer, messages, add_generation_prompt)
+    ends = []
+    for count in range(1, len(messages)):
+        try:
+            start = _render(tokenizer, messages[:count], False)
+        except RequestError:
+            continue  # a template that wants roles to alternate may refuse a part
+        if text.startswith(start):
+            ends.append(len(start))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+    token_ids: list[int] = encoded["input_ids"]
+    offsets = encoded.get("offset_mapping", [])
+    return Prompt(token_ids, _token_positions(offsets, ends))
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # templates are code of others
+        raise RequestError(f"the chat template refuses these messages: {error}") from error
+    return text
+
+
+def _token_positions(offsets: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[int]:
+    """How many tokens lie wholly before each of some places in the text."""
+    positions, token = [], 0
+    for end in ends:
+        while token < len(offsets) and offsets[token][1] <= end:
+            token += 1
+        positions.append(token)
+    return positions

@@ -1,0 +1,270 @@
+"""The engine without threads: add requests, call `step` until nothing is left to do. One caller at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridkv.cache import Cache, Lease, NoRoom, could_fit
+from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.request import Request, Sample
+from hybridkv.engine.results import Update
+from hybridkv.engine.rows import RowState
+from hybridkv.engine.runner import Runner, Work
+from hybridkv.engine.sampler import Sampled, Sampler
+from hybridkv.engine.scheduler import Scheduled, Scheduler
+from hybridkv.engine.text import TextStream, Tokenizer
+from hybridkv.errors import RequestError
+
+_MOST_FAILURES = 2
+"""Steps in a row that may raise before those in them are given up."""
+
+_CONTEXT_TOKENS = 6
+"""Of the prompt, so that a reply's first word knows whether a space comes before it."""
+
+
+class EngineCore:
+    """Requests, from arrival to their last token, on one cache and one runner."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        max_length: int,
+        max_step_tokens: int,
+        max_running: int,
+        eos_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.cache = cache
+        self.runner = runner
+        self.scheduler = Scheduler(cache, max_step_tokens=max_step_tokens, max_running=max_running)
+        self.max_length = max_length
+        """Tokens of a prompt and its reply together."""
+        self.seconds = {"schedule": 0.0, "model": 0.0, "sample": 0.0, "commit": 0.0}
+        """Where the time of steps went."""
+        self.steps = 0
+        self.computed_tokens = 0
+        self._sampler = Sampler(runner.device, seed)
+        self._requests: dict[str, Request] = {}
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._tokenizer = tokenizer
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        request_id: str,
+        prompt: TokenIds,
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        extra_keys: Sequence[str] = (),
+        breakpoints: Sequence[int] = (),
+    ) -> None:
+        """Queue a request, or refuse it at once if it can never be served."""
+        packed = pack_tokens(prompt)
+        self.check(packed, params)
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
+        self._arrivals += 1
+        request = Request(
+            request_id, self._arrivals, packed, params, salt=salt, extra_keys=extra_keys, breakpoints=breakpoints
+        )
+        self._requests[request_id] = request
+        self.scheduler.add(self._new_sample(request, 0))
+
+    def abort(self, request_id: str) -> list[Update]:
+        """End a request now; unknown ids have ended already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        return self._end_all(request, "abort")
+
+    def step(self) -> list[Update]:
+        """Compute the next tokens of everyone who gets some; returns what is new."""
+        with self._timed("schedule"):
+            scheduled, stuck = self.scheduler.schedule()
+        updates = [self._end(sample, "error") for sample in stuck]
+        if not scheduled:
+            return updates
+        self.steps += 1
+        try:
+            with self._timed("model"):
+                logits = self._run(scheduled)
+            with self._timed("sample"):
+                rows, picked = self._rows(scheduled)
+                sampled = self._sampler.sample(logits if picked is None else logits[picked], rows)
+        except Exception as error:
+            return updates + self._failed(scheduled, error)
+        with self._timed("commit"):
+            return updates + self._commit(scheduled, sampled)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def _run(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
+        work = []
+        for sample, tables in scheduled:
+            assert sample.lease is not None
+            packed = bytes(sample.lease.tokens[tables.start * TOKEN_BYTES : tables.end * TOKEN_BYTES])
+            tokens = np.frombuffer(packed, dtype=np.int32)
+            work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
+            self.computed_tokens += tables.end - tables.start
+        return self.runner.run(work)
+
+    def _rows(self, scheduled: Sequence[Scheduled]) -> tuple[list[RowState], list[int] | None]:
+        """What is sampled: one row a sample, but all n of a request whose prompt ends here, from the same logits."""
+        rows: list[RowState] = []
+        picked: list[int] = []
+        for sample, tables in scheduled:
+            assert sample.lease is not None
+            if not _is_last(sample.lease, tables.end):
+                continue
+            same = [picked[-1] + 1 if picked else 0]
+            request = sample.request
+            while sample is request.samples[0] and len(request.samples) < request.num_samples:
+                self._new_sample(request, len(request.samples))
+            siblings = request.samples if not sample.token_ids and sample.index == 0 else [sample]
+            rows += [one.row for one in siblings]
+            picked += same * len(siblings)
+        return rows, None if picked == list(range(len(rows))) else picked
+
+    def _commit(self, scheduled: Sequence[Scheduled], sampled: Sequence[Sampled]) -> list[Update]:
+        updates: list[Update] = []
+        tokens = iter(sampled)
+        for sample, tables in scheduled:
+            lease = sample.lease
+            assert lease is not None
+            sample.failures = 0
+            if not _is_last(lease, tables.end):
+                self.cache.commit(lease)
+            elif sample.token_ids or sample.request.num_samples == 1:
+                updates += self._accept(sample, lease, tables.end, next(tokens))
+            else:
+                updates += self._branch(sample, lease, tables.end, [next(tokens) for _ in sample.request.samples])
+        return updates
+
+    def _accept(self, sample: Sample, lease: Lease, end: int, sampled: Sampled) -> list[Update]:
+        if sampled.error is not None:
+            self.cache.commit(lease, failed=True)
+            sample.error = sampled.error
+            return [self._end(sample, "error")]
+        if self.cache.commit(lease, sampled=[sampled.token]) < end:
+            return []  # a page it read turned out wrong: it has gone back, and the token does not count
+        return [self._push(sample, sampled)]
+
+    def _branch(self, first: Sample, lease: Lease, end: int, sampled: Sequence[Sampled]) -> list[Update]:
+        """The prompt is computed: n samples go on from here. Where there is no room for a twin, it waits its turn."""
+        if self.cache.commit(lease) < end:
+            return []
+        updates: list[Update] = []
+        samples = first.request.samples
+        twins = self.cache.fork(lease, len(samples) - 1)
+        leases: list[Lease | None] = [lease, *([None] * (len(samples) - 1) if isinstance(twins, NoRoom) else twins)]
+        for sample, one, token in zip(samples, leases, sampled, strict=True):
+            if sample is not first:
+                sample.lease = one
+                self.scheduler.add(sample)
+            if token.error is not None:
+                sample.error = token.error
+                updates.append(self._end(sample, "error"))
+                continue
+            if one is not None:
+                one.append([token.token])
+            updates.append(self._push(sample, token))
+        return updates
+
+    def _push(self, sample: Sample, sampled: Sampled) -> Update:
+        sample.push(sampled, self.max_length)
+        return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
+
+    def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:
+        """The forward pass raised. Everyone goes back to the last kept state and tries again, but not forever."""
+        updates: list[Update] = []
+        for sample, _ in scheduled:
+            assert sample.lease is not None
+            self.cache.commit(sample.lease, failed=True)
+            sample.failures += 1
+        for sample, _ in scheduled:
+            if sample.failures >= _MOST_FAILURES:
+                sample.error = f"the model failed: {type(error).__name__}: {error}"
+                updates += self._end_all(sample.request, "error")
+        return updates
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _new_sample(self, request: Request, index: int) -> Sample:
+        params = request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        prompt = np.frombuffer(request.prompt, dtype=np.int32)
+        row = RowState(params, prompt, ends=ends, sibling=index)
+        text = TextStream(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_in_text,
+            min_tokens=params.min_tokens,
+            context=prompt[-_CONTEXT_TOKENS:].tolist() if self._tokenizer else (),
+        )
+        sample = Sample(request, index, row, text)
+        request.samples.append(sample)
+        return sample
+
+    def _end_all(self, request: Request, reason: str) -> list[Update]:
+        request.num_samples = len(request.samples)
+        return [self._end(sample, reason) for sample in request.samples if sample.finish_reason is None]
+
+    def _end(self, sample: Sample, reason: str) -> Update:
+        if sample.finish_reason is None:
+            sample.finish(reason)
+        self.scheduler.remove(sample)
+        if len(sample.request.samples) < sample.request.num_samples:
+            sample.request.num_samples = len(sample.request.samples)  # it ended before the others were told apart
+        update = sample.take_update()
+        if update.result is not None:
+            del self._requests[sample.request.id]
+        return update
+
+    def check(self, prompt: TokenIds, params: SamplingParams) -> None:
+        """Refuse what can never be served. Changes nothing: may be called on any thread."""
+        ids = np.frombuffer(pack_tokens(prompt), dtype=np.int32)
+        if not len(ids):
+            raise RequestError("the prompt is empty: give it at least one token")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"token id {bad} in the prompt: the model's ids go from 0 to {self._vocab_size - 1}")
+        if len(ids) >= self.max_length:
+            raise RequestError(
+                f"a prompt of {len(ids)} tokens: with its reply it must stay within {self.max_length}; shorten it"
+            )
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"stop text {params.stop[0]!r} without a tokenizer: use stop_token_ids")
+        longest = min(self.max_length, len(ids) + (params.max_tokens or 1)) - 1
+        if not could_fit(self.cache.layout, longest):
+            raise RequestError(
+                f"{longest} tokens do not fit into the cache even alone: ask for fewer, or give the engine more memory"
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+
+def _is_last(lease: Lease, end: int) -> bool:
+    """Whether everything known is computed once `end` is: then a token is sampled."""
+    return end == lease.num_tokens

@@ -1,0 +1,150 @@
+"""A model, its tokenizer, and what the cache must know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from hybridkv.engine.families import check_supported
+from hybridkv.engine.text import Tokenizer
+from hybridkv.errors import ConfigError, HybridKVError
+from hybridkv.memory.memory import torch_dtype
+from hybridkv.models.reader import open_config, read_config
+from hybridkv.spec import DType, ModelSpec
+
+_NO_LIMIT = 1 << 20
+"""Tokens of a request on models without positions; the cache's memory is what limits them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Ready to run."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer | None
+    spec: ModelSpec
+    device: torch.device
+    vocab_size: int
+    max_length: int
+    eos_ids: frozenset[int]
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    kv_dtype: str | None = None,
+    state_dtype: str | None = None,
+    tokenizer: str | Path | Any | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine."""
+    where = choose_device(device)
+    if isinstance(model, PreTrainedModel):
+        loaded, name = model, type(model).__name__
+        _check_config(model.config, name)
+        if dtype != "auto":
+            loaded = loaded.to(torch_dtype(DType.parse(dtype)))
+    else:
+        name = Path(model).name
+        loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
+        tokenizer = str(model) if tokenizer is None else tokenizer
+    loaded = loaded.to(where).eval()
+    spec = read_config(
+        _as_loaded(loaded),
+        name=name,
+        kv_dtype=DType.parse(kv_dtype) if kv_dtype else None,
+        state_dtype=DType.parse(state_dtype) if state_dtype else None,
+        source=str(model) if isinstance(model, (str, Path)) else "a model in memory",
+    )
+    text = loaded.config.get_text_config(decoder=True)
+    found = _tokenizer(tokenizer, trust_remote_code, must_exist=not isinstance(model, (str, Path)))
+    return LoadedModel(
+        model=loaded,
+        tokenizer=found,
+        spec=spec,
+        device=where,
+        vocab_size=int(loaded.get_input_embeddings().num_embeddings),
+        max_length=int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT),
+        eos_ids=_eos_ids(loaded, found),
+    )
+
+
+def choose_device(device: str) -> torch.device:
+    """ "auto": a GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise HybridKVError(f"unknown device {device!r}: write cpu, cuda, cuda:1 or auto") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise HybridKVError(f"device {device!r}: this machine has no usable GPU; write cpu or auto")
+    return chosen
+
+
+def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    wanted = "auto" if dtype == "auto" else torch_dtype(DType.parse(dtype))
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _check_config(config, path)
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=wanted, trust_remote_code=trust_remote_code
+        )
+    except HybridKVError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"cannot load {path!r}: {reason}; name a directory a transformers model was saved to") from error
+
+
+def _check_config(config: PretrainedConfig, name: str) -> None:
+    check_supported(open_config(_plain(config.to_dict()), name).model_type, name)
+
+
+def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:
+    """The config, with the dtype that the weights really have."""
+    config = _plain(model.config.to_dict())
+    dtype = str(model.dtype).removeprefix("torch.")
+    config["dtype"] = dtype
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"]["dtype"] = dtype
+    return config
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without torch's own types."""
+    return {
+        key: _plain(value) if isinstance(value, dict) else str(value) if isinstance(value, torch.dtype) else value
+        for key, value in config.items()
+    }
+
+
+def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Tokenizer | None:
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    try:
+        found: Tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if must_exist:
+            raise ConfigError(f"cannot load the tokenizer {str(tokenizer)!r}: {error}") from error
+        return None  # token ids in, token ids out
+    return found
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    stated = [
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(model.config.get_text_config(decoder=True), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
+    ids: set[int] = set()
+    for one in stated:
+        ids.update(one if isinstance(one, (list, tuple)) else [] if one is None else [one])
+    return frozenset(ids)

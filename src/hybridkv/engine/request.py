@@ -1,0 +1,167 @@
+"""What was asked for, and how far it has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hybridkv.cache import Lease
+from hybridkv.cache.tokens import pack_tokens
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.results import Completion, Metrics, Result, Update
+from hybridkv.engine.rows import RowState
+from hybridkv.engine.sampler import Sampled, TokenLogprobs
+from hybridkv.engine.text import TextStream
+
+
+class Sample:
+    """One of the n continuations of a request. It has a lease while it runs."""
+
+    def __init__(self, request: Request, index: int, row: RowState, text: TextStream) -> None:
+        self.request = request
+        self.index = index
+        self.row = row
+        self.text = text
+        self.rank = (request.number, index)
+        """Small: old."""
+        self.lease: Lease | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.has_followed = False
+        self.preemptions = 0
+        self.failures = 0
+        """Steps of it in a row that raised."""
+        self.error: str | None = None
+        self.finish_reason: str | None = None
+        self.stop: int | str | None = None
+        self._pieces: list[str] = []
+        self._told = 0
+        self._told_pieces = 0
+
+    @property
+    def tokens(self) -> bytes:
+        """Everything known: the prompt, and what has been sampled."""
+        return self.request.prompt + pack_tokens(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not computed yet."""
+        assert self.lease is not None
+        return self.lease.num_tokens - self.lease.computed
+
+    @property
+    def is_idle(self) -> bool:
+        """It runs, and has no step in flight."""
+        return self.lease is not None and not self.lease.in_flight
+
+    @property
+    def full_text(self) -> str:
+        return "".join(self._pieces)
+
+    def started(self) -> None:
+        """It has a lease, for the first time or again."""
+        assert self.lease is not None
+        if self.request.started_s is None:
+            self.request.started_s = time.monotonic()
+            self.request.cached_tokens = min(self.lease.cached_tokens, self.request.prompt_tokens)
+
+    def push(self, sampled: Sampled, max_length: int) -> None:
+        """Take in one sampled token, and see whether it is the last."""
+        request, params, token = self.request, self.request.params, sampled.token
+        now = time.monotonic()
+        request.first_token_s = request.first_token_s or now
+        request.last_token_s = now
+        self.token_ids.append(token)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+        self.row.append(token)
+        if token in self.row.ends:
+            self.finish("stop", token if token in params.stop_token_ids else None)
+            return
+        self._pieces.append(self.text.push(token))
+        if self.text.stopped_by is not None:
+            self.finish("stop", self.text.stopped_by)
+        elif len(self.token_ids) == params.max_tokens or request.prompt_tokens + len(self.token_ids) >= max_length:
+            self.finish("length")
+
+    def finish(self, reason: str, stop: int | str | None = None) -> None:
+        self._pieces.append(self.text.finish())
+        self.finish_reason, self.stop = reason, stop
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        logprobs = self.logprobs if self.request.params.logprobs is not None else None
+        return Completion(
+            self.index, self.token_ids, self.full_text, self.finish_reason, self.stop, logprobs, self.error
+        )
+
+    def take_update(self) -> Update:
+        """What is new since the last one."""
+        first, first_piece = self._told, self._told_pieces
+        self._told, self._told_pieces = len(self.token_ids), len(self._pieces)
+        return Update(
+            self.request.id,
+            self.index,
+            self.token_ids[first:],
+            "".join(self._pieces[first_piece:]),
+            self.logprobs[first:] if self.request.params.logprobs is not None else None,
+            self.request.cached_tokens,
+            self.finish_reason,
+            self.request.result() if self.finish_reason is not None else None,
+        )
+
+
+class Request:
+    """A prompt, and its samples."""
+
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        prompt: bytes,
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        extra_keys: Sequence[str] = (),
+        breakpoints: Sequence[int] = (),
+    ) -> None:
+        self.id = request_id
+        self.number = number
+        """In order of arrival."""
+        self.prompt = prompt
+        self.prompt_tokens = len(prompt) // 4
+        self.params = params
+        self.salt = salt
+        self.extra_keys = tuple(extra_keys)
+        self.breakpoints = tuple(breakpoints)
+        self.samples: list[Sample] = []
+        self.num_samples = params.n
+        """How many there will be; fewer than asked for if it ends before they are told apart."""
+        self.cached_tokens = 0
+        self.arrived_s = time.monotonic()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    def result(self) -> Result | None:
+        """Once all samples have ended."""
+        if len(self.samples) < self.num_samples or any(sample.finish_reason is None for sample in self.samples):
+            return None
+        samples = sorted(self.samples, key=lambda sample: sample.index)
+        prompt = list(memoryview(self.prompt).cast("i"))
+        return Result(
+            self.id, prompt, self.cached_tokens, [sample.completion() for sample in samples], self._metrics()
+        )
+
+    def _metrics(self) -> Metrics:
+        now = time.monotonic()
+        first = self.first_token_s or now
+        last = self.last_token_s or now
+        longest = max(len(sample.token_ids) for sample in self.samples)
+        return Metrics(
+            queue_s=(self.started_s or now) - self.arrived_s,
+            ttft_s=first - self.arrived_s,
+            total_s=last - self.arrived_s,
+            per_token_s=(last - first) / (longest - 1) if longest > 1 else 0.0,
+            preemptions=sum(sample.preemptions for sample in self.samples),
+        )

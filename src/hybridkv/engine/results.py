@@ -1,0 +1,81 @@
+"""What a caller gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridkv.engine.sampler import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Where a request's time went, in seconds from its arrival."""
+
+    queue_s: float
+    """Until its first tokens were computed."""
+    ttft_s: float
+    """Until the first token of its first sample."""
+    total_s: float
+    """Until the last token of its last sample."""
+    per_token_s: float
+    """Between two tokens of a sample, on average; 0 with fewer than two."""
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample of a request."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    """"stop", "length", "abort", or "error"."""
+    stop: int | str | None
+    """The token or string that stopped it, if one did."""
+    logprobs: list[TokenLogprobs] | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A request that has ended. With one sample, that sample's fields are also the result's own."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    cached_tokens: int
+    """Tokens of the prompt that the cache supplied."""
+    completions: list[Completion]
+    metrics: Metrics
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.completions[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one sample: what has been added since the last update."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    cached_tokens: int
+    finish_reason: str | None
+    """None while it goes on."""
+    result: Result | None
+    """With the last update of the last sample: everything together."""

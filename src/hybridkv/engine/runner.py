@@ -1,0 +1,142 @@
+"""Runs packed steps: every request's next tokens in one row, through a stock model, on pages.
+
+It knows nothing of requests beyond their tables and tokens, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hybridkv.kernels.spans import Span
+from hybridkv.kernels.tokens import make_token_table
+from transformers import PreTrainedModel
+
+from hybridkv.cache import CacheLayout, Role, StepTables
+from hybridkv.engine.seams import Frame, PagedCache, attach
+from hybridkv.engine.seams.frame import running
+from hybridkv.errors import HybridKVError
+from hybridkv.memory import Memory
+
+
+class Work(NamedTuple):
+    """One request's part of a step."""
+
+    tokens: npt.NDArray[np.int32]
+    """Those at `tables.start` up to `tables.end`."""
+    tables: StepTables
+    wants_logits: bool
+    """Whether something is sampled after the last of them."""
+
+
+class LayerObserver(Protocol):
+    """Told of every decoder layer of a step: to wait for what it needs, or to save what it leaves."""
+
+    def before_layer(self, layer: int, frame: Frame) -> None: ...
+
+    def after_layer(self, layer: int, frame: Frame, hidden: torch.Tensor) -> None:
+        """The layer's keys, values and states are in their pages now. `hidden`: what it hands on, `[N, hidden]`."""
+
+
+class Runner:
+    """One model on one arena."""
+
+    def __init__(self, model: PreTrainedModel, memory: Memory, layout: CacheLayout) -> None:
+        self.model = model
+        self.memory = memory
+        self.device = memory.device
+        self._groups = [group for group in layout.token_groups if group.role is not Role.TAP]
+        self._cache = PagedCache()
+        self._hooks: list[Any] = []
+        self._frame: Frame | None = None
+        attach(model)
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in accepted), "")
+        if not self._cache_argument or "logits_to_keep" not in accepted:
+            raise HybridKVError(f"{type(model).__name__} takes no cache or cannot select logits: it cannot be served")
+        self._takes_positions = "position_ids" in accepted
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> torch.Tensor:
+        """Logits `[R, vocab]` of those that want them, in order."""
+        tokens = np.concatenate([one.tokens for one in work])
+        spans = _spans(work)
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        last = [span.row + span.length - 1 for span, one in zip(spans, work, strict=True) if one.wants_logits]
+        rows, places, keep = self._to_device(tokens, positions, np.array(last, dtype=np.int64))
+        frame = self._make_frame(work, spans, places)
+        inputs: dict[str, Any] = {
+            "input_ids": rows[None],
+            self._cache_argument: self._cache,
+            "use_cache": False,
+            "logits_to_keep": keep,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = places[None]
+        return self._forward(frame, inputs)
+
+    def _forward(self, frame: Frame, inputs: dict[str, Any]) -> torch.Tensor:
+        self._frame = frame
+        try:
+            with running(frame):
+                logits: torch.Tensor = self.model(**inputs).logits[0]
+        finally:
+            self._frame = None
+        return logits
+
+    def observe(self, observer: LayerObserver) -> None:
+        """Tell `observer` of every decoder layer from now on. Without observers there are no hooks, and no cost."""
+        for index, layer in enumerate(self.model.get_decoder().layers):
+            self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
+            self._hooks.append(layer.register_forward_hook(self._after(observer, index)))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, observer: LayerObserver, index: int) -> Any:
+        def hook(module: Any, args: Any) -> None:
+            if self._frame is not None:
+                observer.before_layer(index, self._frame)
+
+        return hook
+
+    def _after(self, observer: LayerObserver, index: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if self._frame is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                observer.after_layer(index, self._frame, hidden[0])
+
+        return hook
+
+    def _make_frame(self, work: Sequence[Work], spans: Sequence[Span], positions: torch.Tensor) -> Frame:
+        tables = {
+            group.name: make_token_table(
+                spans,
+                [one.tables.tables[group.name] for one in work],
+                block_tokens=work[0].tables.block_tokens,
+                device=self.device,
+                window=group.window,
+                chunk=group.chunk,
+            )
+            for group in self._groups
+        }
+        segments = {name: [one.tables.segments[name] for one in work] for name in work[0].tables.segments}
+        return Frame(self.memory, positions, spans, tables, segments)
+
+    def _to_device(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        """One transfer for all of them, as int64."""
+        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(self.device, non_blocking=True)
+        return flat.split([len(array) for array in arrays])  # type: ignore[no-any-return]
+
+
+def _spans(work: Sequence[Work]) -> list[Span]:
+    spans, row = [], 0
+    for one in work:
+        spans.append(Span(row, one.tables.start, one.tables.end))
+        row += one.tables.end - one.tables.start
+    return spans

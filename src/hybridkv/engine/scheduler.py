@@ -1,0 +1,142 @@
+"""Who computes how many tokens in the next step. No phases: a decoding request is one with a single token to go.
+
+Everyone who decodes gets one token first, so that no prompt holds them up; what is left of the budget goes to prompts,
+oldest first. Where memory runs out the youngest goes back to the queue, in its old place, and what it has computed is
+kept if it can be. The oldest is never preempted by others, so everything ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import NamedTuple
+
+from hybridkv.cache import Cache, StepTables, extend_some
+from hybridkv.engine.request import Sample
+
+_LOOK_AHEAD = 32
+"""Waiting samples that are looked at in a step: does someone compute their prefix?"""
+
+
+class Scheduled(NamedTuple):
+    """A sample whose step is in flight."""
+
+    sample: Sample
+    tables: StepTables
+
+
+class Scheduler:
+    """The queue and the running samples of one cache."""
+
+    def __init__(self, cache: Cache, *, max_step_tokens: int, max_running: int) -> None:
+        self.cache = cache
+        self.max_step_tokens = max_step_tokens
+        self.max_running = max_running
+        self.waiting: list[Sample] = []
+        self.running: list[Sample] = []
+        self.preempted = 0
+        self.followed = 0
+        """Samples that waited for another request to compute their prefix."""
+        self._is_full = False
+        """The last to start found no room: nobody else starts until someone has ended."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sample: Sample) -> None:
+        """To the queue, in order of arrival; or straight to those that run, if it has a lease (a fork)."""
+        insort(self.waiting if sample.lease is None else self.running, sample, key=lambda one: one.rank)
+
+    def remove(self, sample: Sample) -> None:
+        """It has ended, at any moment. What it computed stays in the cache, unless a step is in flight."""
+        lease, sample.lease = sample.lease, None
+        if lease is None:
+            if sample in self.waiting:
+                self.waiting.remove(sample)
+            return
+        self.running.remove(sample)
+        self._is_full = False
+        if lease.in_flight:
+            self.cache.abort(lease)
+        else:
+            self.cache.release(lease)
+
+    def schedule(self) -> tuple[list[Scheduled], list[Sample]]:
+        """Send off the next step: what is in it, and who can never go on, even alone."""
+        step: list[Scheduled] = []
+        stuck: list[Sample] = []
+        for sample in [one for one in self.running if one.remaining == 1]:
+            self._send_off(sample, 1, step, stuck)
+        budget = self.max_step_tokens - len(step)
+        self._admit(budget)
+        for sample in [one for one in self.running if one.is_idle]:
+            if budget > 0 and sample.lease is not None:
+                budget -= self._send_off(sample, min(sample.remaining, budget), step, stuck)
+        return step, stuck
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int) -> None:
+        """Start as many as the budget can feed; they take no pages yet.
+
+        Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before its
+        step is sent off that a checkpoint is wanted where they part.
+        """
+        if self._is_full and self.running:
+            return
+        unfed = sum(one.remaining for one in self.running if one.is_idle)
+        for sample in self.waiting[:_LOOK_AHEAD]:
+            if len(self.running) >= self.max_running:
+                return
+            if unfed and self._follows(sample):
+                continue
+            if unfed < budget:
+                self._start(sample)
+                unfed += sample.remaining
+
+    def _follows(self, sample: Sample) -> bool:
+        """Whether someone computes the sample's prefix right now, and it pays to wait."""
+        request = sample.request
+        match = self.cache.match(sample.tokens, salt=request.salt, extra_keys=request.extra_keys)
+        if not self.cache.follow(match):
+            return False
+        self.followed += not sample.has_followed
+        sample.has_followed = True
+        return True
+
+    def _start(self, sample: Sample) -> None:
+        request = sample.request
+        self.waiting.remove(sample)
+        sample.lease = self.cache.begin(
+            sample.tokens, salt=request.salt, extra_keys=request.extra_keys, breakpoints=request.breakpoints
+        )
+        sample.started()
+        insort(self.running, sample, key=lambda one: one.rank)
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    def _send_off(self, sample: Sample, num_tokens: int, step: list[Scheduled], stuck: list[Sample]) -> int:
+        """Put a sample's next tokens into the step; returns how many. Others make room for it, or it for others."""
+        while sample.lease is not None:
+            tables = self.cache.extend(sample.lease, num_tokens)
+            if not tables and len(self.running) == 1:
+                tables = extend_some(self.cache, sample.lease, num_tokens)
+                if not tables:
+                    sample.error = f"no room to go on at token {sample.lease.computed}: {tables.reason}"
+                    stuck.append(sample)
+                    return 0
+            if tables:
+                step.append(Scheduled(sample, tables))
+                return tables.end - tables.start
+            self._preempt(max((one for one in self.running if one.is_idle), key=lambda one: one.rank))
+        return 0
+
+    def _preempt(self, sample: Sample) -> None:
+        assert sample.lease is not None
+        self.running.remove(sample)
+        self.cache.release(sample.lease)
+        sample.lease = None
+        sample.preemptions += 1
+        self.preempted += 1
+        self._is_full = True
+        self.add(sample)

@@ -1,0 +1,94 @@
+"""One packed step on its way through a model: what the seams need and the model's signatures do not carry."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from hybridkv.kernels.segments import SegmentTable, make_segment_table
+from hybridkv.kernels.spans import Span
+from hybridkv.kernels.tokens import TokenTable
+
+from hybridkv.cache import Segment
+from hybridkv.errors import HybridKVError
+from hybridkv.memory import LayerMemory, Memory
+
+
+class Frame:
+    """Tables of one step, and the layer it has come to."""
+
+    __slots__ = (
+        "_segment_tables",
+        "_segments",
+        "_spans",
+        "attention_layer",
+        "memory",
+        "positions",
+        "state_layer",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        memory: Memory,
+        positions: torch.Tensor,
+        spans: Sequence[Span],
+        tokens: Mapping[str, TokenTable],
+        segments: Mapping[str, Sequence[Sequence[Segment]]],
+    ) -> None:
+        self.memory = memory
+        self.positions = positions
+        """Of each packed token, in its own request."""
+        self.tokens = tokens
+        """By token group."""
+        self.attention_layer = -1
+        """The layer whose keys and values were written last: attention comes next."""
+        self.state_layer = -1
+        """The layer whose convolution was announced last: conv and scan come next."""
+        self._spans = spans
+        self._segments = segments
+        self._segment_tables: dict[tuple[str, int], SegmentTable] = {}
+
+    def segments(self, layer: LayerMemory) -> SegmentTable:
+        """The table of a layer's states: one for each page that states are cut into."""
+        key = layer.group, layer.page
+        table = self._segment_tables.get(key)
+        if table is None:
+            table = make_segment_table(
+                self._spans, self._segments[layer.group], page=layer.page, device=self.memory.device
+            )
+            self._segment_tables[key] = table
+        return table
+
+
+class _Active(threading.local):
+    frame: Frame | None = None
+
+
+_active = _Active()
+
+
+def active() -> Frame | None:
+    """The step this thread is running, if any. Models that run beside an engine see none and stay stock."""
+    return _active.frame
+
+
+def current() -> Frame:
+    frame = _active.frame
+    if frame is None:
+        raise HybridKVError("a paged model was called outside an engine's step: use the engine, or load it afresh")
+    return frame
+
+
+@contextmanager
+def running(frame: Frame) -> Iterator[Frame]:
+    """For the time of one forward pass."""
+    if _active.frame is not None:
+        raise HybridKVError("a step was started inside another one on the same thread")
+    _active.frame = frame
+    try:
+        yield frame
+    finally:
+        _active.frame = None

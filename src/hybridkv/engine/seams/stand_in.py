@@ -1,0 +1,69 @@
+"""What a model believes to be its cache. It writes keys and values to pages, and always denies having a past.
+
+Told that there is none, every mixer takes its one prefill branch, even for a single token, and calls the conv and scan
+functions that `functions` stands in for: those read and write the states' pages themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hybridkv.kernels.tokens import gather_tokens, write_tokens
+from transformers.cache_utils import Cache
+
+from hybridkv.engine.seams.frame import current
+from hybridkv.spec import LatentAttention
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """One for all steps: what it stands for is in the active frame."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's tokens (`[1, heads, N, dim]`) to their pages.
+
+        Attention reads pages by itself, so what comes back is only passed through; but latents are expanded by the model
+        first, so those of every visible token come back, request after request.
+        """
+        frame = current()
+        frame.attention_layer = layer_idx
+        layer = frame.memory.attention(layer_idx)
+        table = frame.tokens[layer.group]
+        first, second = layer.parts.values()
+        write_tokens(first, table, key[0].transpose(0, 1))
+        write_tokens(second, table, value[0].transpose(0, 1))
+        if isinstance(layer.spec, LatentAttention):
+            key = gather_tokens(first, table).to(key.dtype).transpose(0, 1)[None]
+            value = gather_tokens(second, table).to(value.dtype).transpose(0, 1)[None]
+        return key, value
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        current().state_layer = layer_idx
+        return conv_states
+
+    def update_recurrent_state(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return states
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Llama 4 adds this to 0, 1, 2 ... to scale queries by their positions: give it what makes that true."""
+        if layer_idx is None:
+            return 0
+        positions = current().positions
+        return positions - torch.arange(len(positions), device=positions.device)

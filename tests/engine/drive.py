@@ -1,0 +1,154 @@
+"""An engine whose every logit is compared with the stock model's, whatever path the tokens took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridkv.cache import Cache, CacheLayout
+from hybridkv.engine.core import EngineCore
+from hybridkv.engine.loading import load
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.results import Result, Update
+from hybridkv.engine.runner import Runner, Work
+from hybridkv.engine.seams import Frame
+from hybridkv.errors import PlanError
+from hybridkv.memory import Memory
+from hybridkv.plan import PlanOptions, make_plan
+from tests.engine.zoo import oracle_logits
+
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class WatchedRunner(Runner):
+    """Keeps the logits of every token it computes, not only of those that something is sampled after."""
+
+    def run(self, work: Sequence[Work]) -> torch.Tensor:
+        self.work = work
+        return super().run(work)
+
+    def _forward(self, frame: Frame, inputs: dict[str, Any]) -> torch.Tensor:
+        keep = inputs["logits_to_keep"]
+        self.logits = super()._forward(frame, inputs | {"logits_to_keep": 0})
+        return self.logits[keep]
+
+
+class Driver:
+    """A core to step through by hand. After each step every computed token is checked, and the cache's books."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory_bytes: int = 8 << 20,
+        max_step_tokens: int = 64,
+        max_running: int = 16,
+        device: str = "cpu",
+        tolerance: float = TOLERANCE,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.tolerance = tolerance
+        loaded = load(model, device=device)
+        plan = make_plan(loaded.spec, PlanOptions(memory_bytes, **options))
+        self.layout = CacheLayout.from_plan(plan)
+        self.memory = Memory(plan, self.layout, loaded.device)
+        self.cache = Cache(self.layout, run_operations=self.memory.run)
+        self.runner = WatchedRunner(loaded.model, self.memory, self.layout)
+        self.core = EngineCore(
+            self.cache,
+            self.runner,
+            vocab_size=loaded.vocab_size,
+            max_length=loaded.max_length,
+            max_step_tokens=max_step_tokens,
+            max_running=max_running,
+            seed=0,
+        )
+        self.results: dict[str, Result] = {}
+        self.updates: list[Update] = []
+        self.worst = 0.0
+        """The largest difference of any logit from the stock model's."""
+
+    def add(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> None:
+        self.core.add(name, prompt, params, **options)
+
+    def step(self) -> list[Update]:
+        """One step, checked."""
+        scheduled: list[Any] = []
+        before = self.core.scheduler.schedule
+
+        def watched() -> Any:
+            step, stuck = before()
+            scheduled.extend((sample.tokens, tables) for sample, tables in step)
+            return step, stuck
+
+        self.core.scheduler.schedule = watched  # type: ignore[method-assign]
+        try:
+            updates = self.core.step()
+        finally:
+            self.core.scheduler.schedule = before  # type: ignore[method-assign]
+        self._check(scheduled)
+        self.cache.check_integrity()
+        self.updates += updates
+        self.results |= {update.request_id: update.result for update in updates if update.result is not None}
+        return updates
+
+    def run(self, limit: int = 2000) -> dict[str, Result]:
+        """Until everything has ended."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                return self.results
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps")
+
+    def abort(self, name: str) -> None:
+        updates = self.core.abort(name)
+        self.results |= {update.request_id: update.result for update in updates if update.result is not None}
+        self.cache.check_integrity()
+
+    def _check(self, scheduled: Sequence[Any]) -> None:
+        row = 0
+        for packed, tables in scheduled:
+            known = list(memoryview(packed).cast("i"))[: tables.end]
+            rows = self.runner.logits[row : row + tables.end - tables.start].float().cpu()
+            row += tables.end - tables.start
+            expected = oracle_logits(self.model, known)[tables.start : tables.end]
+            worst = float((rows - expected).abs().max())
+            self.worst = max(self.worst, worst)
+            assert worst <= self.tolerance, (
+                f"tokens {tables.start} to {tables.end} of {len(known)} are {worst:.1e} from the stock model"
+            )
+
+
+def check_greedy(driver: Driver, name: str) -> None:
+    """Greedy tokens are the stock model's wherever its two best differ by more than the tolerance."""
+    for completion in driver.results[name].completions:
+        prompt = driver.results[name].prompt_token_ids
+        logits = oracle_logits(driver.model, prompt + completion.token_ids)
+        for position, token in enumerate(completion.token_ids, len(prompt) - 1):
+            best, second = logits[position].topk(2).values.tolist()
+            assert token == int(logits[position].argmax()) or best - second <= driver.tolerance
+
+
+def memory_for(model: Any, num_requests: int, num_tokens: int, **options: Any) -> int:
+    """The least memory in which so many requests of that length fit side by side."""
+    spec = load(model, device="cpu").spec
+
+    def fits(memory_bytes: int) -> bool:
+        try:
+            plan = make_plan(spec, PlanOptions(memory_bytes, **options))
+        except PlanError:
+            return False
+        return plan.max_requests(num_tokens) >= num_requests
+
+    high = 1 << 16
+    while not fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > low // 50:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
