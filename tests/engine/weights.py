@@ -18,11 +18,11 @@ Fill = Callable[[Any, torch.Generator], Any]
 """The new value of a parameter, from the old one (its shape, its neutral value) and a source of chance."""
 
 
-def _scaled(gain: float, fan_in_dim: int = -1) -> Fill:
+def _scaled(gain: float) -> Fill:
     """Outputs about `gain` times as large as inputs."""
 
     def fill(old: Any, chance: torch.Generator) -> Any:
-        return torch.randn(old.shape, generator=chance) * (gain / old.shape[fan_in_dim] ** 0.5)
+        return torch.randn(old.shape, generator=chance) * (gain / old.shape[-1] ** 0.5)
 
     return fill
 
