@@ -164,8 +164,8 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **overrides: Any) -> Any:
     """The transformers config of a tiny model."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type](**{**_BASE, **TINY[model_type]})
+    return CONFIG_MAPPING[model_type](**{**_BASE, **TINY[model_type], **overrides})

@@ -1,0 +1,94 @@
+"""Tiny models with a vision (or audio) tower around the text model: how many checkpoints are published.
+
+Only text goes through them. Nothing here knows the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.engine.weights import fill_weights
+from tests.engine.zoo import FAMILIES, family_config
+
+_SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_LLAMA4_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vision_output_dim": 64,
+    "image_size": 28,
+    "patch_size": 14,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+}
+_AUDIO: dict[str, Any] = {
+    "hidden_size": 32,
+    "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 1,
+    "sscp_conv_channel_size": [8, 4],
+    "vocab_size": 4,
+    "vocab_offset": 319,
+}
+_VISION_TOKENS: dict[str, Any] = {"vocab_size": 4, "vocab_offset": 315, "hidden_size": 2048}
+
+# Placeholders of images and sounds lie above the text vocabulary of the tests' prompts, or are never drawn.
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 319},
+    "qwen3_5": {"vision_config": _QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
+    "llama4": {"vision_config": _LLAMA4_VISION, "image_token_index": 319},
+    "gemma3n": {"audio_config": _AUDIO, "vision_config": _VISION_TOKENS},
+}
+
+
+def composite_config(name: str) -> Any:
+    """The config of a tiny composite model: the family's text config inside it."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name](text_config=family_config(name).to_dict(), **COMPOSITES[name])
+
+
+@contextlib.contextmanager
+def no_timm() -> Iterator[None]:
+    """Gemma 3n's vision tower comes from timm, which text does not need: leave it empty."""
+    from transformers import AutoModel
+    from transformers.models.gemma3n import modeling_gemma3n
+
+    def tower(config: Any) -> Any:
+        return torch.nn.Identity() if config.model_type == "gemma3n_vision" else AutoModel.from_config(config)
+
+    with mock.patch.object(modeling_gemma3n, "AutoModel", mock.Mock(from_config=tower)):
+        yield
+
+
+@functools.cache
+def build_composite(name: str, seed: int = 0) -> Any:
+    """A tiny `...ForConditionalGeneration`: float32, eval, one a process."""
+    from transformers import AutoModelForImageTextToText
+
+    with no_timm():
+        model = AutoModelForImageTextToText.from_config(composite_config(name), dtype=torch.float32).eval()
+    fill_weights(model, seed, FAMILIES[name].branch_scale)
+    return model

@@ -1,0 +1,63 @@
+"""Tiny checkpoints on disk: both halves load offline, and say what the model in memory says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.checkpoints import save_checkpoint, tokenizer
+from tests.engine.composites import COMPOSITES, build_composite, no_timm
+from tests.engine.zoo import FAMILIES, VOCAB_SIZE, build, oracle_logits, prompt
+
+NOISE = 2e-5
+
+
+def moved(a: Any, b: Any) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    save_checkpoint(name, tmp_path, composite=True)
+    with no_timm():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = prompt(40)
+    with torch.inference_mode():
+        kept = loaded(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.arange(40)[None],
+            past_key_values=DynamicCache(config=loaded.config),
+            use_cache=False,
+            logits_to_keep=torch.tensor([7, 39]),
+        ).logits[0]
+    assert moved(kept, oracle_logits(build_composite(name), tokens)[[7, 39]]) < NOISE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_loads_as_it_was(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(name, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = prompt(30)
+    assert moved(oracle_logits(loaded, tokens), oracle_logits(build(name), tokens)) < NOISE
+
+
+def test_the_tokenizer_loads_and_speaks_chat(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_checkpoint("llama", tmp_path)
+    loaded, config = AutoTokenizer.from_pretrained(tmp_path), build("llama").config
+    text = "Grüße, state 7!\n"
+    assert loaded.decode(loaded.encode(text)) == text
+    assert len(loaded) <= VOCAB_SIZE
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (config.bos_token_id, config.eos_token_id)
+    chat = loaded.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert loaded.encode(chat).count(loaded.eos_token_id) == 1
+    assert tokenizer().encode(chat) == loaded.encode(chat)

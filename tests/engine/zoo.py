@@ -1,0 +1,141 @@
+"""Tiny stock models of every family the engine runs, and what each of them says when it runs alone.
+
+The oracle is the stock model in float32, one request, one pass, no cache. Nothing here knows the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.engine.weights import fill_weights
+from tests.tiny import tiny_config
+
+VOCAB_SIZE = 320  # a byte-level tokenizer needs 256 and a few more
+FIRST_PLAIN_TOKEN = 4  # below: padding, begin, end, and the start of a chat message
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a tiny model, and which parts of a past it keeps."""
+
+    model_type: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None  # tokens a window layer sees, itself included
+    chunk: int | None = None  # tokens in a chunk of chunk-local attention
+    attention: bool = True
+    recurrent: bool = False
+    conv: bool = False
+    rotary: bool = True  # whether position ids reach the logits
+    experts: bool = False
+    branch_scale: float = 1.0  # of the weights: see fill_weights
+
+
+def _windowed(
+    model_type: str, window: int, *, experts: bool = False, branch_scale: float = 1.0, **overrides: Any
+) -> Family:
+    overrides = {"sliding_window": window, **overrides}
+    return Family(model_type, overrides, window=window, experts=experts, branch_scale=branch_scale)
+
+
+def _linear(
+    model_type: str, *, rotary: bool = True, experts: bool = False, branch_scale: float = 1.0, **overrides: Any
+) -> Family:
+    return Family(
+        model_type, overrides, recurrent=True, conv=True, rotary=rotary, experts=experts, branch_scale=branch_scale
+    )
+
+
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+# Windows, chunks and scan blocks are no multiples of 16 and several times shorter than a test prompt.
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama"),
+    "qwen3": _windowed("qwen3", 24),
+    "gemma3": _windowed("gemma3_text", 20, query_pre_attn_scalar=24),
+    "gemma3n": _windowed("gemma3n_text", 24, branch_scale=0.3, vocab_size_per_layer_input=VOCAB_SIZE),
+    "gpt_oss": _windowed("gpt_oss", 27, experts=True, **_LOCAL_EXPERTS),
+    # Positions 8, 16, 24 ... change the temperature of the layers without rotary positions (every fourth).
+    "llama4": Family(
+        "llama4_text",
+        {"attention_chunk_size": 40, "floor_scale": 8, "attn_scale": 0.3, "num_local_experts": 4},
+        chunk=40,
+        experts=True,
+    ),
+    "qwen3_next": _linear("qwen3_next", experts=True, **_EXPERTS),
+    "qwen3_5": _linear("qwen3_5_text"),
+    "qwen3_5_moe": _linear("qwen3_5_moe_text", experts=True, **_EXPERTS),
+    "falcon_h1": _linear("falcon_h1", mamba_chunk_size=24),
+    "nemotron_h": _linear(
+        "nemotron_h",
+        rotary=False,
+        experts=True,
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "moe"],
+        chunk_size=24,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+    ),
+    "bamba": _linear("bamba", mamba_chunk_size=24),
+    "granitemoehybrid": _linear(
+        "granitemoehybrid", rotary=False, experts=True, attention_multiplier=0.25, mamba_chunk_size=24, **_LOCAL_EXPERTS
+    ),
+    "zamba2": _linear("zamba2", branch_scale=0.2, use_mem_rope=True, chunk_size=24),
+    "jamba": _linear("jamba", rotary=False, branch_scale=0.3, experts=True, **_EXPERTS),
+    "lfm2": Family("lfm2", conv=True),
+    "kimi_linear": _linear("kimi_linear", rotary=False, experts=True, **_LOCAL_EXPERTS),
+    "olmo_hybrid": _linear("olmo_hybrid"),
+    "minimax": Family("minimax", {"block_size": 24, **_LOCAL_EXPERTS}, recurrent=True, experts=True),
+    "mamba2": Family("mamba2", {"chunk_size": 24}, attention=False, recurrent=True, conv=True, rotary=False),
+    "deepseek_v3": Family("deepseek_v3", experts=True),
+}
+
+_STOCK: dict[Any, Any] = {}  # a model that was handed out -> its twin, which never is
+
+
+def family_config(name: str, **overrides: Any) -> Any:
+    """The config of a family's tiny model."""
+    family = FAMILIES[name]
+    return tiny_config(family.model_type, **{"vocab_size": VOCAB_SIZE, **family.overrides, **overrides})
+
+
+def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
+    """A new model of `config`, float32, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    fill_weights(model, seed, branch_scale)
+    return model
+
+
+@functools.cache
+def build(name: str, seed: int = 0) -> Any:
+    """The tiny model of a family: one a process, so leave its weights alone."""
+    model = make(family_config(name), seed, FAMILIES[name].branch_scale)
+    _STOCK[model] = copy.deepcopy(model)
+    return model
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids, none of them special."""
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (length,), generator=chance).tolist()  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=512)
+def _logits(stock: Any, tokens: tuple[int, ...]) -> Any:
+    with torch.inference_mode():
+        return stock(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def oracle_logits(model: Any, token_ids: Sequence[int]) -> Any:
+    """Logits [T, V] after each token, from the stock model that runs this request alone in one pass.
+
+    For a model of `build` a twin answers that nobody else has touched, whatever was done to the model since.
+    """
+    return _logits(_STOCK.get(model, model), tuple(token_ids))
