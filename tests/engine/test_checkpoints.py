@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hybridkv import Engine
 from tests.engine.checkpoints import save_checkpoint, tokenizer
 from tests.engine.composites import COMPOSITES, build_composite, no_timm
-from tests.engine.zoo import FAMILIES, VOCAB_SIZE, build, oracle_logits, prompt
+from tests.engine.drive import GREEDY
+from tests.engine.zoo import VOCAB_SIZE, build, oracle_logits, prompt
 
 NOISE = 2e-5
 
@@ -38,7 +40,20 @@ def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Pat
     assert moved(kept, oracle_logits(build_composite(name), tokens)[[7, 39]]) < NOISE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_an_engine_serves_the_text_of_a_composite_checkpoint(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path, composite=True)
+    with no_timm():
+        engine = Engine(tmp_path, memory="16MiB", device="cpu", dtype="float32", max_step_tokens=40, max_running=8)
+    with engine:
+        tokens = prompt(90)
+        replies = [engine.generate(tokens, GREEDY, progress=False)[0] for _ in range(2)]
+    logits = oracle_logits(build_composite(name), tokens + replies[0].token_ids)
+    assert replies[0].token_ids == replies[1].token_ids == logits[89:-1].argmax(-1).tolist()
+    assert replies[1].cached_tokens == 80
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "zamba2"])
 def test_a_checkpoint_loads_as_it_was(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -102,7 +102,13 @@ class EngineLoop:
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
-            sink = self._sinks[update.request_id]
+            sink = self._sinks.get(update.request_id)
             if update.result is not None:
-                del self._sinks[update.request_id]
-            sink(update)
+                self._sinks.pop(update.request_id, None)
+            if sink is None:
+                continue
+            try:
+                sink(update)
+            except Exception:  # nobody listens any more, such as when an event loop was closed: others go on
+                self._sinks.pop(update.request_id, None)
+                self._core.abort(update.request_id)

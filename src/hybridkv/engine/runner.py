@@ -90,7 +90,7 @@ class Runner:
 
     def observe(self, observer: LayerObserver) -> None:
         """Tell `observer` of every decoder layer from now on. Without observers there are no hooks, and no cost."""
-        for index, layer in enumerate(self.model.get_decoder().layers):
+        for index, layer in enumerate(decoder_layers(self.model)):
             self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
             self._hooks.append(layer.register_forward_hook(self._after(observer, index)))
 
@@ -132,6 +132,16 @@ class Runner:
         """One transfer for all of them, as int64."""
         flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(self.device, non_blocking=True)
         return flat.split([len(array) for array in arrays])  # type: ignore[no-any-return]
+
+
+def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
+    """The decoder layers of the language model, in order; not every family says where they are."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if name.endswith("layers") and isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            if "vision" not in name and "audio" not in name:
+                return module
+    raise HybridKVError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 
 def _spans(work: Sequence[Work]) -> list[Span]:

@@ -1,0 +1,80 @@
+"""What a deployment sees of the cache: how many tokens of a prompt are not computed again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv import Engine, Prompt, SamplingParams
+from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache.retention import default_checkpoints
+from hybridkv.replay import Setting, load_trace, replay
+from tests.engine.drive import GREEDY
+from tests.engine.zoo import FAMILIES, family_config, make, prompt
+
+SHARED, OWN = 560, 400
+BRIEF = replace(GREEDY, max_tokens=2)
+
+
+def engine_of(name: str, **options: Any) -> Engine:
+    config = family_config(name, max_position_embeddings=2048)
+    return Engine(make(config, branch_scale=FAMILIES[name].branch_scale), memory="64MiB", device="cpu", **options)
+
+
+def siblings(count: int, *breakpoints: int) -> list[Prompt]:
+    return [Prompt(prompt(SHARED, 1) + prompt(OWN, 2 + index), breakpoints) for index in range(count)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])
+def test_siblings_one_after_the_other(family: str) -> None:
+    with engine_of(family) as engine:
+        cached = [engine.generate(one, BRIEF, progress=False)[0].cached_tokens for one in siblings(4)]
+        policy = default_checkpoints(engine.core.cache.layout)
+        assert isinstance(policy, PromptEndBranchesGrid)
+        grid = policy.spare_grid_tokens or SHARED + 1
+        assert cached[0] == 0
+        assert SHARED // grid * grid <= cached[1] <= SHARED
+        assert cached[2:] == [SHARED, SHARED]
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])
+def test_the_second_sibling_resumes_at_a_breakpoint(family: str) -> None:
+    with engine_of(family) as engine:
+        cached = [engine.generate(one, BRIEF, progress=False)[0].cached_tokens for one in siblings(2, SHARED)]
+        assert cached == [0, SHARED]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])
+def test_a_burst_of_siblings_computes_the_prefix_once(family: str) -> None:
+    with engine_of(family) as engine:
+        results = engine.generate(siblings(8), BRIEF, progress=False)
+        assert sorted(result.cached_tokens for result in results) == [0] + [SHARED] * 7
+        assert engine.core.computed_tokens == SHARED + 8 * (OWN + 1)
+        assert engine.core.scheduler.followed == 7
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1", "llama"])
+def test_replay_and_engine_report_the_same_hits(family: str, tmp_path: Path) -> None:
+    """Conversations of an engine become a trace; replayed through the same layout it hits the same tokens."""
+    records, hits = [], []
+    with engine_of(family) as engine:
+        for index in range(6):
+            history = prompt(40, index % 2)
+            for turn in range(3):
+                history = history + prompt(23, 100 * index + turn)
+                result = engine.generate(history, SamplingParams(max_tokens=11, seed=index), progress=False)[0]
+                records.append({"timestamp": len(records), "token_ids": history, "output_token_ids": result.token_ids})
+                hits.append(result.cached_tokens)
+                history = history + result.token_ids
+        layout = engine.core.cache.layout
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    setting = Setting("trace", family, 1, 64 << 20, 16, serial=True)
+    report = replay(load_trace(path), layout, setting)
+    assert report.hit_tokens == sum(hits)
+    assert report.hit_tokens > 0

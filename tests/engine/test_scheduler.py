@@ -1,0 +1,151 @@
+"""Who gets a turn: decodes before prompts, old before young, nobody forever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridkv.engine.params import SamplingParams
+from hybridkv.errors import RequestError
+from tests.engine.drive import GREEDY, Driver, memory_for
+from tests.engine.zoo import build, prompt
+
+
+def test_a_long_prompt_does_not_hold_up_those_that_decode() -> None:
+    driver = Driver(build("llama"), max_step_tokens=20)
+    driver.add("quick", prompt(5, 1), replace(GREEDY, max_tokens=40))
+    driver.step()
+    driver.add("long", prompt(300, 2))
+    for _ in range(15):
+        updates = driver.step()
+        assert [update.request_id for update in updates if update.token_ids] == ["quick"]
+        assert sum(len(work.tokens) for work in driver.runner.work) == 20
+    driver.run()
+
+
+def test_steps_keep_to_the_budget() -> None:
+    driver = Driver(build("qwen3_next"), max_step_tokens=30, max_running=8)
+    for index in range(12):
+        driver.add(str(index), prompt(50, index))
+    while driver.core.has_work:
+        driver.step()
+        assert sum(len(work.tokens) for work in driver.runner.work) <= 30
+        assert len(driver.runner.work) <= 8
+
+
+def test_prompts_start_in_order_of_arrival() -> None:
+    driver = Driver(build("llama"), max_step_tokens=25)
+    for index in range(4):
+        driver.add(str(index), prompt(40, index))
+    driver.run()
+    first_tokens = list(dict.fromkeys(update.request_id for update in driver.updates))
+    assert first_tokens == ["0", "1", "2", "3"]
+
+
+def test_the_oldest_is_never_preempted_and_all_end() -> None:
+    model = build("qwen3_next")
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_step_tokens=64)
+    for index in range(5):
+        driver.add(str(index), prompt(60, index), replace(GREEDY, max_tokens=39))
+    results = driver.run()
+    assert results["0"].metrics.preemptions == 0
+    assert driver.core.scheduler.preempted == sum(result.metrics.preemptions for result in results.values())
+    assert all(len(result.token_ids) == 39 for result in results.values())
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    """Its state is kept while there is room: nothing is computed twice."""
+    model = build("falcon_h1")
+    driver = Driver(model, max_step_tokens=64)
+    driver.add("a", prompt(50, 1), replace(GREEDY, max_tokens=20))
+    for _ in range(5):
+        driver.step()
+    driver.core.scheduler._preempt(driver.core.scheduler.running[0])
+    driver.run()
+    assert driver.core.computed_tokens == 50 + 19
+    assert driver.results["a"].metrics.preemptions == 1
+    assert driver.results["a"].cached_tokens == 0  # what it computed itself is no hit
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    model = build("llama")
+    driver = Driver(model, memory_bytes=memory_for(model, 1, 100))
+    with pytest.raises(RequestError, match="do not fit into the cache even alone"):
+        driver.add("large", prompt(300, 1))
+    driver.add("small", prompt(60, 1))
+    driver.run()
+
+
+def test_a_full_arena_keeps_the_queue_waiting_without_counting_it_again() -> None:
+    model = build("qwen3_next")
+    driver = Driver(model, memory_bytes=memory_for(model, 1, 120), max_step_tokens=128)
+    for index in range(4):
+        driver.add(str(index), prompt(80, index), replace(GREEDY, max_tokens=30))
+    driver.run()
+    assert driver.cache.stats.requests <= 4 + 4 + driver.core.scheduler.preempted
+
+
+def test_an_abort_frees_everything_at_any_moment() -> None:
+    for steps in range(8):
+        driver = Driver(build("qwen3_next"), max_step_tokens=32)
+        driver.add("gone", prompt(90, 1), SamplingParams(n=3, temperature=1.0, max_tokens=9, ignore_eos=True))
+        driver.add("stays", prompt(40, 2))
+        for _ in range(steps):
+            driver.step()
+        driver.abort("gone")
+        assert driver.results["gone"].finish_reason == "abort"
+        driver.run()
+        driver.cache.reset()
+        assert not any(driver.cache.pages_in_use().values())
+
+
+def test_followers_start_when_their_leader_is_gone() -> None:
+    shared = prompt(64, 1)
+    driver = Driver(build("qwen3_next"), max_step_tokens=16)
+    driver.add("leader", shared + prompt(10, 2))
+    driver.add("follower", shared + prompt(10, 3))
+    driver.step()
+    assert [sample.request.id for sample in driver.core.scheduler.waiting] == ["follower"]
+    driver.abort("leader")
+    driver.run()
+    assert driver.results["follower"].finish_reason == "length"
+
+
+def test_a_forward_pass_that_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(build("qwen3_next"), max_step_tokens=32)
+    driver.add("a", prompt(50, 1))
+    driver.add("b", prompt(20, 2))
+    for _ in range(4):
+        driver.step()
+    forward = driver.runner._forward
+    calls = iter([True])
+
+    def fails_once(*args: object) -> object:
+        result = forward(*args)  # type: ignore[arg-type]
+        if next(calls, False):
+            raise RuntimeError("the device hiccuped")  # after states were written in place
+        return result
+
+    monkeypatch.setattr(driver.runner, "_forward", fails_once)
+    driver.core.step()
+    driver.cache.check_integrity()
+    results = driver.run()
+    assert all(result.finish_reason == "length" for result in results.values())
+
+
+def test_a_forward_pass_that_always_fails_ends_in_errors_not_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(build("qwen3_next"))
+    driver.add("a", prompt(50, 1), replace(GREEDY, n=3, temperature=1.0))
+
+    def fails(*args: object) -> object:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(driver.runner, "_forward", fails)
+    for _ in range(3):
+        driver.results |= {u.request_id: u.result for u in driver.core.step() if u.result}
+    assert driver.results["a"].finish_reason == "error"
+    assert "no kernel image" in str(driver.results["a"].completions[0].error)
+    assert not driver.core.has_work
+    driver.cache.reset()
+    assert not any(driver.cache.pages_in_use().values())

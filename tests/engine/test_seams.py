@@ -1,0 +1,177 @@
+"""Every name of transformers that the seams rely on. One that moves must fail here, not in somebody's replies."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+from hybridkv.engine.families import SUPPORTED
+from hybridkv.engine.runner import decoder_layers
+from hybridkv.engine.seams import ATTENTION, PagedCache, frame
+from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
+from hybridkv.errors import HybridKVError
+from tests.engine.drive import Driver
+from tests.engine.zoo import FAMILIES, build, oracle_logits, prompt
+
+NAMES = {
+    "qwen3_next": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
+    "qwen3_5": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
+    "qwen3_5_moe": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
+    "olmo_hybrid": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
+    "kimi_linear": {"causal_conv1d_fn", "chunk_kimi_delta_attention"},
+    "falcon_h1": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "nemotron_h": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "bamba": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "granitemoehybrid": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "zamba2": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "mamba2": {"causal_conv1d_fn", "mamba2_chunk_scan"},
+    "jamba": {"causal_conv1d_fn", "mamba_selective_scan"},
+    "lfm2": {"causal_conv1d_fn"},
+}
+
+
+def modeling_file(model: Any) -> Any:
+    return sys.modules[type(model).__module__]
+
+
+def test_every_family_is_in_the_zoo() -> None:
+    assert {family.model_type for family in FAMILIES.values()} == SUPPORTED
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_functions_we_stand_in_for_are_there_and_no_others(family: str) -> None:
+    module = modeling_file(build(family))
+    assert {name for name in FUNCTIONS if hasattr(module, name)} == NAMES.get(family, set())
+    assert {owner for owner, _ in METHODS if hasattr(module, owner)} == (
+        {"MiniMaxLightningAttention"} if family == "minimax" else set()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_takes_what_the_runner_gives(family: str) -> None:
+    accepted = inspect.signature(build(family).forward).parameters
+    assert "logits_to_keep" in accepted
+    assert ("cache_params" if family == "mamba2" else "past_key_values") in accepted
+    assert ("position_ids" in accepted) == (family != "mamba2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder_layers_are_found(family: str) -> None:
+    model = build(family)
+    assert len(decoder_layers(model)) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    "name", ["update", "update_conv_state", "update_recurrent_state", "has_previous_state", "get_seq_length"]
+)
+def test_the_cache_still_has_the_verbs_we_override(name: str) -> None:
+    assert callable(getattr(Cache, name))
+    assert getattr(PagedCache, name) is not getattr(Cache, name)
+
+
+def test_every_use_of_a_cache_by_a_model_is_known() -> None:
+    """A new verb of caches in a modeling file is a new way to be wrong."""
+    known = {"update", "update_conv_state", "update_recurrent_state", "has_previous_state", "get_conv_state",
+             "get_recurrent_state", "is_recording_past", "get_seq_length", "layers", "get_linear_cache",
+             "set_linear_cache", "is_sliding"}  # fmt: skip
+    for family in FAMILIES:
+        source = inspect.getsource(modeling_file(build(family)))
+        used = {word.split("(")[0] for owner in ("past_key_values.", "cache_params.") for word in _after(source, owner)}
+        assert used <= known, family
+
+
+def _after(source: str, owner: str) -> list[str]:
+    import re
+
+    return re.findall(rf"\b{re.escape(owner)}([a-z_]+)", source)
+
+
+def test_our_attention_gets_no_mask() -> None:
+    attach(build("llama"))
+    assert ATTENTION in AttentionInterface._global_mapping
+    assert ATTENTION not in AttentionMaskInterface._global_mapping
+
+
+def test_minimax_mixers_have_the_parts_we_use() -> None:
+    mixer = next(m for m in build("minimax").modules() if type(m).__name__ == "MiniMaxLightningAttention")
+    for name in ("layer_idx", "num_attention_heads", "head_dim", "act_fn", "qkv_proj", "slope_rate", "norm", "out_proj"):
+        assert hasattr(mixer, name), name
+
+
+def test_attaching_twice_patches_once() -> None:
+    model = build("qwen3_next")
+    attach(model)
+    once = modeling_file(model).causal_conv1d_fn
+    attach(model)
+    assert modeling_file(model).causal_conv1d_fn is once
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax", "bamba"])
+def test_stock_models_of_the_same_kind_are_not_affected(family: str) -> None:
+    model = build(family, 1)
+    before = oracle_logits(model, prompt(30, 77)).clone()
+    attach(build(family))
+    import tests.engine.zoo as zoo
+
+    zoo._logits.cache_clear()
+    assert torch.equal(oracle_logits(model, prompt(30, 77)), before)
+
+
+def test_a_paged_model_outside_an_engine_says_so() -> None:
+    model = build("llama", 2)
+    attach(model)
+    with pytest.raises(HybridKVError, match="outside an engine"):
+        model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=PagedCache(), use_cache=False)
+
+
+def test_two_engines_live_together() -> None:
+    """Different models of one family, and another family, step by step in turn."""
+    drivers = [Driver(build("qwen3_next")), Driver(build("qwen3_next", 1)), Driver(build("bamba"))]
+    for driver in drivers:
+        driver.add("a", prompt(60, 1))
+    while any(driver.core.has_work for driver in drivers):
+        for driver in drivers:
+            driver.step()
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    driver = Driver(build("llama"))
+    with frame.running(object()), pytest.raises(HybridKVError, match="inside another"):  # type: ignore[arg-type]
+        with frame.running(object()):  # type: ignore[arg-type]
+            pass
+    driver.add("a", prompt(5, 1))
+    driver.run()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.hidden: dict[int, Any] = {}
+
+    def before_layer(self, layer: int, frame: Any) -> None:
+        self.seen.append(("before", layer))
+
+    def after_layer(self, layer: int, frame: Any, hidden: Any) -> None:
+        self.seen.append(("after", layer))
+        self.hidden[layer] = hidden
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observers_see_every_layer_of_a_step_in_order(family: str) -> None:
+    driver, recorder = Driver(build(family)), Recorder()
+    driver.runner.observe(recorder)
+    driver.add("a", prompt(20, 1))
+    driver.step()
+    count = driver.model.config.num_hidden_layers
+    assert recorder.seen == [(when, layer) for layer in range(count) for when in ("before", "after")]
+    assert all(hidden.shape[-2:] == (20, 64) for hidden in recorder.hidden.values())
+    driver.runner.close()
+    driver.run()
+    assert len(recorder.seen) == 2 * count
