@@ -1,0 +1,1 @@
+"""Continuous batching for stock Hugging Face models: requests, scheduler, runner, sampler."""
