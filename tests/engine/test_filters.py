@@ -110,8 +110,8 @@ def test_mixed_filters_keep_what_each_alone_would(
     kept = keep_likely(scores.clone(), rows).isfinite().tolist()
     for index, params in enumerate(rows):
         logits = (scores[index].double() * params.temperature).tolist()
-        expected = naive_distribution(logits, params)
-        differing = [expected[token] for token in range(vocab) if kept[index][token] != (expected[token] > 0)]
+        expected, shares = naive_distribution(logits, params), softmax(scores[index].tolist())
+        differing = [shares[token] for token in range(vocab) if kept[index][token] != (expected[token] > 0)]
         # Rounding may move the edge of a nucleus by a token of almost no weight.
         assert sum(differing) < 1e-5
         assert len(differing) <= 1
@@ -121,3 +121,18 @@ def test_equals_at_the_edge_are_all_kept() -> None:
     scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]] * 2)
     kept = keep_likely(scores, [SamplingParams(top_k=2), SamplingParams(top_p=0.75)]).isfinite()
     assert kept.tolist() == [[True, True, True, True, False]] * 2
+
+
+def test_rare_tokens_count_although_they_are_not_sorted() -> None:
+    """Ten tokens of 8% and a tail of 20% that no partial sort sees: half of it all is seven tokens, not five."""
+    shares = torch.tensor([0.08 - 1e-5 * index for index in range(10)] + [0.2 / 390] * 390)
+    kept = keep_likely(shares.log()[None], [SamplingParams(top_p=0.5)]).isfinite()
+    assert int(kept.sum()) == 7
+
+
+def test_a_small_temperature_costs_no_precision() -> None:
+    draws, temperature = 2000, 1e-4
+    logits = torch.tensor([[1000.0, 999.99994, -1000.0]])
+    rows = [RowState(SamplingParams(temperature=temperature))] * draws
+    share = softmax([0.0, float(logits[0, 1] - logits[0, 0]) / temperature])[1]
+    assert abs(tokens_of(logits.expand(draws, -1), rows).count(1) - draws * share) < 4 * math.sqrt(draws * share)

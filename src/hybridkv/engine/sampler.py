@@ -78,7 +78,7 @@ class Sampler:
         # scores: [S, V] -> [S]
         params = [row.params for row in rows]
         temperature = torch.tensor([p.temperature for p in params], dtype=scores.dtype).to(scores.device)
-        # The largest becomes 0: a small temperature cannot overflow it.
+        # The largest becomes 0, so that a small temperature costs no precision.
         scores -= scores.amax(dim=-1, keepdim=True)
         scores /= temperature[:, None]
         scores = keep_likely(scores, params)
