@@ -22,3 +22,7 @@ class ParallelismError(ConfigError):
 
 class PlanError(HybridKVError):
     """The options contradict each other, or the memory is too small for the model."""
+
+
+class RequestError(HybridKVError):
+    """A request asks for something that does not exist, or for more than anyone may ask."""

@@ -1,0 +1,167 @@
+"""What a request may say about how its tokens are chosen and when it ends. Pure data: no torch, no model, no tokenizer.
+
+Names and meanings are those of vLLM and OpenAI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hybridkv.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TEMPERATURE = 10_000
+GREEDY_BELOW = 1e-5
+"""A smaller temperature is zero: dividing by it would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples. Checked when made: one `RequestError` for the first thing that is wrong."""
+
+    max_tokens: int | None = 128
+    """Tokens at most; None: until the model's limit."""
+    min_tokens: int = 0
+    """Before so many tokens nothing ends the reply but `max_tokens`."""
+    temperature: float = 1.0
+    """0: always the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that make up p of the probability."""
+    min_p: float = 0.0
+    """Only tokens at least min_p times as likely as the likeliest."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token of the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of every token of the output, as often as it is there."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of every token of the prompt and the output."""
+    seed: int | None = None
+    n: int = 1
+    """Replies to the same prompt."""
+    stop: str | Sequence[str] = ()
+    """Texts that end the reply; a tuple once made."""
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; k: of the chosen token and of the k likeliest."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens."""
+    include_stop_in_text: bool = False
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+        _check_distribution(self)
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
+        ids = _listed("stop_token_ids", self.stop_token_ids)
+        _check_ends(stop, ids)
+        for name in ("ignore_eos", "include_stop_in_text"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "pass true or false")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Some logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop`, by the type it has once made."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end a reply of a model with these ends of sequence."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids that the model does not have."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise _refuse(f"a token of {name}", token, f"this model's tokens are 0 to {vocab_size - 1}")
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    if params.max_tokens is not None:
+        _check_int("max_tokens", params.max_tokens, 1, MAX_TOKEN_ID, "or none for the model's limit")
+    _check_int("min_tokens", params.min_tokens, 0, MAX_TOKEN_ID)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _refuse("min_tokens", params.min_tokens, f"pass at most max_tokens, which is {params.max_tokens}")
+    _check_int("n", params.n, 1, MAX_N, "send more requests for more replies")
+    if params.logprobs is not None:
+        _check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_distribution(params: SamplingParams) -> None:
+    _check_number("temperature", params.temperature, 0, MAX_TEMPERATURE, "0 is greedy")
+    _check_int("top_k", params.top_k, -1, MAX_TOKEN_ID, "0 or -1 for all tokens")
+    _check_number("top_p", params.top_p, 0, 1, "1 for all tokens")
+    if params.top_p == 0:
+        raise _refuse("top_p", params.top_p, "pass more than 0 and at most 1; temperature 0 is greedy")
+    _check_number("min_p", params.min_p, 0, 1, "0 for all tokens")
+    _check_number("presence_penalty", params.presence_penalty, -2, 2)
+    _check_number("frequency_penalty", params.frequency_penalty, -2, 2)
+    _check_number("repetition_penalty", params.repetition_penalty, 0.01, 100, "1 for none")
+    if params.seed is not None:
+        _check_int("seed", params.seed, -(2**63), 2**64 - 1)
+
+
+def _check_ends(stop: tuple[object, ...], ids: tuple[object, ...]) -> None:
+    if len(stop) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stop)} texts: pass at most {MAX_STOPS}")
+    for text in stop:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise _refuse("stop", text, f"pass texts of 1 to {MAX_STOP_CHARS} characters")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"stop_token_ids has {len(ids)} ids: pass at most {MAX_STOP_TOKEN_IDS}")
+    for token in ids:
+        _check_int("a token of stop_token_ids", token, 0, MAX_TOKEN_ID)
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise _refuse("logit_bias", bias, "pass a mapping from token ids to numbers")
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise RequestError(f"logit_bias has {len(bias)} tokens: pass at most {MAX_LOGIT_BIASES}")
+    for token, value in bias.items():
+        _check_int("a token of logit_bias", token, 0, MAX_TOKEN_ID)
+        _check_number(f"logit_bias of token {token}", value, -100, 100)
+    return {token: float(value) for token, value in bias.items()}
+
+
+def _listed(name: str, values: object) -> tuple[object, ...]:
+    if isinstance(values, (bytes, str)) or not isinstance(values, Iterable):
+        raise _refuse(name, values, "pass a list")
+    return tuple(values)
+
+
+def _check_int(name: str, value: object, low: int, high: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(name, value, f"pass a whole number from {low} to {high}{hint and ', ' + hint}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, hint: str = "") -> None:
+    # NaN is not between any two numbers.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise _refuse(name, value, f"pass a number from {low} to {high}{hint and ', ' + hint}")
+
+
+def _refuse(name: str, value: object, way_out: str) -> RequestError:
+    # Python refuses to print very long numbers.
+    shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
+    return RequestError(f"{name} is {shown if len(shown) <= 80 else shown[:80] + '...'}: {way_out}")

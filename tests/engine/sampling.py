@@ -1,0 +1,19 @@
+"""Rows and logits for tests of sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridkv.engine.rows import RowState
+from hybridkv.engine.sampler import Sampler
+
+VOCAB = 64
+
+
+def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def tokens_of(logits: Tensor, rows: list[RowState], seed: int = 0) -> list[int]:
+    return [sampled.token for sampled in Sampler(seed=seed).sample(logits, rows)]
