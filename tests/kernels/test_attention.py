@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridkv.kernels import cover, softmax
 from hybridkv.kernels.attention import attend, attend_visible
+from hybridkv.kernels.spans import Span
 from hybridkv.kernels.tokens import gather_tokens, write_tokens
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference, steps
 
@@ -147,12 +148,21 @@ def test_large_scores_do_not_overflow() -> None:
     assert problem.attend(scale=500.0).isfinite().all()
 
 
-def test_decoding_is_batched_whatever_the_lengths() -> None:
-    ranges = [(length, length + 1) for length in range(1, 4096, 64)]
-    buckets = make_step(ranges, 16).table().buckets
-    assert len(buckets) <= 10
-    seen = sum(end for _, end in ranges)
-    assert sum(len(bucket.members) * bucket.num_slots for bucket in buckets) < 1.34 * seen
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=64))
+def test_decoding_is_batched_whatever_the_lengths(ends: list[int]) -> None:
+    visibles = [cover.see(Span(row, end - 1, end), cover.Sight(), 16) for row, end in enumerate(ends)]
+    buckets = cover.fill_buckets(visibles, 16, None)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(ends)))
+    assert len(buckets) <= 12
+    seen = sum(visible.num_blocks for visible in visibles)
+    gathered = sum(len(bucket) * max(visibles[index].num_blocks for index in bucket) for bucket in buckets)
+    assert gathered <= seen * 4 / 3 + len(buckets) * cover.FREE_PADDING_TOKENS / 16
+
+
+def test_buckets_fit_the_cache_unless_one_span_does_not() -> None:
+    visibles = [cover.see(Span(row, end - 1, end), cover.Sight(), 16) for row, end in enumerate([500] * 9 + [5000] * 2)]
+    buckets = cover.fill_buckets(visibles, 16, 2048)
+    assert sorted(map(len, buckets)) == [1, 1, 1, 4, 4]
 
 
 def test_a_window_reads_only_its_own_pages() -> None:

@@ -16,7 +16,7 @@ from hybridkv.kernels.table import Bucket, LongSpan, TokenTable
 
 
 class Source(Protocol):
-    """Where keys and values come from."""
+    """Where keys and values come from, in the query's dtype."""
 
     num_heads: int
     value_dim: int
@@ -31,45 +31,50 @@ class Source(Protocol):
 class Paged:
     """Keys and values in pages: views [P, T, H, D] with any strides."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, table: TokenTable, dtype: torch.dtype) -> None:
+        self.views = {"keys": keys, "values": values}
+        self.table, self.dtype = table, dtype
         self.num_heads, self.value_dim = values.shape[2:]
 
     def of_bucket(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._bucket(self.keys, bucket), self._bucket(self.values, bucket)
+        return self._bucket("keys", bucket), self._bucket("values", bucket)
 
     def of_span(self, span: LongSpan) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._span(self.keys, span), self._span(self.values, span)
+        seen = slice(span.visible.first - span.origin, span.visible.span.end - span.origin)
+        return self._gather("keys", span.pages)[seen], self._gather("values", span.pages)[seen]
 
-    @staticmethod
-    def _bucket(view: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-        slots = view.index_select(0, bucket.pages).flatten(0, 1)
-        if bucket.cut is None:
-            slots.index_fill_(0, bucket.stale, 0)
-            return slots.unflatten(0, (-1, bucket.num_slots))
-        return slots.unflatten(0, (-1, bucket.num_slots))[:, bucket.cut]
+    def _bucket(self, name: str, bucket: Bucket) -> torch.Tensor:
+        slots = self._gather(name, bucket.pages)
+        by_span = slots.view(len(bucket.members), bucket.num_slots, *slots.shape[1:])
+        if bucket.cut is not None:
+            return by_span[:, bucket.cut]
+        slots.index_fill_(0, bucket.stale, 0)
+        return by_span
 
-    @staticmethod
-    def _span(view: torch.Tensor, span: LongSpan) -> torch.Tensor:
-        slots = view.index_select(0, span.pages).flatten(0, 1)
-        return slots[span.visible.first - span.origin : span.visible.span.end - span.origin]
+    def _gather(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        """Whole pages, in the query's dtype: [blocks * T, H, D]."""
+        view, num_pages = self.views[name], pages.shape[0]
+        found = self.table.buffer(name, num_pages, view.dtype, view.shape[1:])
+        torch.index_select(view, 0, pages, out=found)
+        if view.dtype != self.dtype:
+            found = self.table.buffer(name, num_pages, self.dtype, view.shape[1:]).copy_(found)
+        return found.view(-1, *view.shape[2:])
 
 
 class Packed:
     """Keys and values as `gather_tokens` orders them: [K, H, D]."""
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, table: TokenTable) -> None:
-        self.key, self.value, self.table = key, value, table
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, table: TokenTable, dtype: torch.dtype) -> None:
+        self.key, self.value, self.table = key.to(dtype), value.to(dtype), table
         self.num_heads, self.value_dim = value.shape[1:]
 
     def of_bucket(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        picks, num_spans = self.table.picks(bucket), len(bucket.members)
+        picks = self.table.picks(bucket)
         if isinstance(picks, slice):
             return self.key[None, picks], self.value[None, picks]
-        shape = (num_spans, picks.shape[0] // num_spans)
-        return self.key.index_select(0, picks).unflatten(0, shape), self.value.index_select(0, picks).unflatten(
-            0, shape
-        )
+        shape = (len(bucket.members), -1, self.num_heads)
+        key, value = self.key.index_select(0, picks), self.value.index_select(0, picks)
+        return key.view(*shape, key.shape[-1]), value.view(*shape, self.value_dim)
 
     def of_span(self, span: LongSpan) -> tuple[torch.Tensor, torch.Tensor]:
         return self.key[span.picks], self.value[span.picks]
@@ -86,7 +91,7 @@ def attend(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """query: [N, Hq, D], keys: [P, T, H, D], values: [P, T, H, Dv] -> [N, Hq, Dv]. The step's own keys are written."""
-    return _attend(query, Paged(keys, values), table, Extras(scale, sinks, softcap))
+    return _attend(query, Paged(keys, values, table, query.dtype), table, Extras(scale, sinks, softcap))
 
 
 def attend_visible(
@@ -100,39 +105,46 @@ def attend_visible(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """query: [N, Hq, D], key: [K, H, D], value: [K, H, Dv] as `gather_tokens` orders them -> [N, Hq, Dv]."""
-    return _attend(query, Packed(key, value, table), table, Extras(scale, sinks, softcap))
+    return _attend(query, Packed(key, value, table, query.dtype), table, Extras(scale, sinks, softcap))
 
 
 def _attend(query: torch.Tensor, source: Source, table: TokenTable, extras: Extras) -> torch.Tensor:
-    query = query.unflatten(1, (source.num_heads, -1))  # [N, H, folded, D]
+    num_tokens, num_query_heads, dim = query.shape
+    query = query.reshape(num_tokens, source.num_heads, -1, dim)  # [N, H, folded, D]
+    if len(table.buckets) == 1 and not table.long_spans:
+        return _attend_bucket(query, table.buckets[0], source, table, extras).flatten(1, 2)
     output = query.new_empty((*query.shape[:3], source.value_dim))
     for bucket in table.buckets:
         output[bucket.rows] = _attend_bucket(query[bucket.rows], bucket, source, table, extras)
     for span in table.long_spans:
         _attend_long(query, output, span, source, table, extras)
-    return output.flatten(1, 2)
+    return output.view(num_tokens, num_query_heads, -1)
 
 
 def _attend_bucket(
     query: torch.Tensor, bucket: Bucket, source: Source, table: TokenTable, extras: Extras
 ) -> torch.Tensor:
-    """query: [n * S, H, folded, D] -> [n * S, H, folded, Dv]. Folded heads and queries form one axis of queries."""
-    key, value = (x.to(query.dtype).transpose(1, 2) for x in source.of_bucket(bucket))  # [n, H, L, D]
-    _, num_heads, num_folded, dim = query.shape
-    query = query.view(-1, bucket.num_queries, num_heads, num_folded, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    sinks = extras.sinks
-    if sinks is not None:
-        sinks = sinks.view(1, num_heads, num_folded).repeat_interleave(bucket.num_queries, -1)
+    """query: [n * S, H, folded, D] -> [n * S, H, folded, Dv]."""
+    key, value = source.of_bucket(bucket)
+    key, value = key.transpose(1, 2), value.transpose(1, 2)  # [n, H, L, D]
+    num_folded, num_queries = query.shape[2], bucket.num_queries
     mask = table.mask(bucket, query.dtype, num_folded)
-    output = dense_attention(query, key, value, mask, False, extras._replace(sinks=sinks))
-    return output.unflatten(2, (num_folded, -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    if extras.sinks is not None:
+        sinks = extras.sinks.view(1, -1, num_folded)
+        extras = extras._replace(sinks=sinks.repeat_interleave(num_queries, -1) if num_queries > 1 else sinks)
+    if num_queries == 1:
+        return dense_attention(query, key, value, mask, False, extras)
+    # Folded heads and queries become one axis of queries.
+    query = query.view(-1, num_queries, *query.shape[1:]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    output = dense_attention(query, key, value, mask, False, extras)
+    return output.unflatten(2, (num_folded, num_queries)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def _attend_long(
     query: torch.Tensor, output: torch.Tensor, span: LongSpan, source: Source, table: TokenTable, extras: Extras
 ) -> None:
     """query: [N, H, folded, D]. KV heads take the batch's axis, so that folded heads share them by a stride of zero."""
-    key, value = (x.to(query.dtype).transpose(0, 1)[:, None] for x in source.of_span(span))  # [H, 1, K, D]
+    key, value = (x.transpose(0, 1)[:, None] for x in source.of_span(span))  # [H, 1, K, D]
     row, start, end = span.visible.span
     num_folded = query.shape[2]
     if extras.sinks is not None:

@@ -6,6 +6,7 @@ cut into tiles of queries; each tile sees only the keys that its window, its chu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ FREE_PADDING_TOKENS = 256
 """Padding that costs less than one more call."""
 PADDING_SHARE = 4
 """Beyond that, at most one padded token in so many."""
+BUCKET_TOKENS_CPU = 2048
+"""Tokens gathered at once for each thread, so that they are still in its cache when they are used."""
 
 
 class Sight(NamedTuple):
@@ -68,8 +71,10 @@ def see(span: Span, sight: Sight, block_tokens: int) -> Visible:
 def cut_tiles(span: Span, sight: Sight) -> list[Tile]:
     """A span's tiles. None crosses a chunk: so inside a tile the mask depends on key minus query only."""
     tiles, start = [], span.start
+    # Narrow windows want narrow tiles: each query is multiplied with all keys that its tile sees.
+    num_queries = TILE_TOKENS if sight.window is None else max(TILE_TOKENS // 4, min(sight.window, TILE_TOKENS))
     while start < span.end:
-        end = min(span.end, start + TILE_TOKENS)
+        end = min(span.end, start + num_queries)
         if sight.chunk is not None:
             end = min(end, (start // sight.chunk + 1) * sight.chunk)
         tiles.append(Tile(start, end, sight.first_visible(start)))
@@ -82,24 +87,31 @@ def is_square(span: Span, sight: Sight) -> bool:
     return span.start == 0 and sight.first_visible(span.end - 1) == 0
 
 
-def fill_buckets(visibles: Sequence[Visible], block_tokens: int) -> list[list[int]]:
-    """Short spans by bucket, as indices in row order. Padding stays below a quarter, or what a call costs."""
+def fill_buckets(visibles: Sequence[Visible], block_tokens: int, bucket_tokens: int | None) -> list[list[int]]:
+    """Short spans by bucket, as indices in row order. Padding stays below a quarter, or what a call costs.
+
+    Buckets of more than one span gather at most `bucket_tokens`.
+    """
     lengths: dict[int, list[int]] = {}
     for index, visible in enumerate(visibles):
         if visible.span.length <= SHORT_TOKENS:
             lengths.setdefault(visible.span.length, []).append(index)
-    return [bucket for same in lengths.values() for bucket in _split(same, visibles, block_tokens)]
+    return [bucket for same in lengths.values() for bucket in _split(same, visibles, block_tokens, bucket_tokens)]
 
 
-def _split(indices: list[int], visibles: Sequence[Visible], block_tokens: int) -> list[list[int]]:
+def _split(
+    indices: list[int], visibles: Sequence[Visible], block_tokens: int, bucket_tokens: int | None
+) -> list[list[int]]:
     free = FREE_PADDING_TOKENS // block_tokens
-    buckets: list[list[int]] = []
+    room = sys.maxsize if bucket_tokens is None else bucket_tokens // block_tokens
+    buckets: list[list[int]] = [[]]
     longest = padding = 0
     for index in sorted(indices, key=lambda i: -visibles[i].num_blocks):
-        num_blocks = visibles[index].num_blocks
+        num_blocks, num_members = visibles[index].num_blocks, len(buckets[-1])
         padding += longest - num_blocks
-        if not buckets or padding > max(free, longest * len(buckets[-1]) // PADDING_SHARE):
+        if padding > max(free, longest * num_members // PADDING_SHARE) or longest * (num_members + 1) > room:
             buckets.append([])
+        if not buckets[-1]:
             longest, padding = num_blocks, 0
         buckets[-1].append(index)
     return [sorted(bucket) for bucket in buckets]

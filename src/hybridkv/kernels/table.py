@@ -76,6 +76,23 @@ class TokenTable:
     host_pages: list[Ints]
     """Of each span: the pages of its visible blocks."""
     bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+
+    def buffer(self, name: str, num_pages: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Room for pages gathered from a view, [num_pages, *shape]. All layers and buckets share it.
+
+        Memory fresh from the system costs more than the attention: every page of it faults.
+        """
+        key = (name, dtype, shape)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty((self.max_pages, *shape), dtype=dtype, device=self.device)
+        return self.buffers[key][:num_pages]
+
+    @cached_property
+    def max_pages(self) -> int:
+        """The most pages that are gathered at once."""
+        gathered = [bucket.pages for bucket in self.buckets] + [span.pages for span in self.long_spans]
+        return max(len(pages) for pages in gathered)
 
     @property
     def num_visible(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridkv.kernels.cover import Sight, Visible, cut_tiles, fill_buckets, is_square, see
+from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Sight, Visible, cut_tiles, fill_buckets, is_square, see
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.table import Bucket, Ints, LongSpan, TokenTable
 
@@ -46,7 +46,8 @@ def make_token_table(
     sight = Sight(window, chunk)
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
-    buckets = fill_buckets(visibles, block_tokens)
+    bucket_tokens = BUCKET_TOKENS_CPU * torch.get_num_threads() if device.type == "cpu" else None
+    buckets = fill_buckets(visibles, block_tokens, bucket_tokens)
     short = {index for bucket in buckets for index in bucket}
     long = [index for index in range(len(spans)) if index not in short]
 
