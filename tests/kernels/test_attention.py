@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.kernels import cover, softmax
+from hybridkv.kernels import attention, cover, softmax
 from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.tokens import gather_tokens, write_tokens
@@ -66,7 +66,7 @@ class Problem:
         torch.testing.assert_close(output.double(), self.answer, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(steps(), st.sampled_from(LAYOUTS), heads_of, extras, tiles, free_padding, short)
 def test_pages_equal_the_reference_and_hidden_slots_do_not_matter(
     step: Step, layout: str, heads: tuple[int, int], extras: dict[str, Any], tile: int, padding: int, short: int
@@ -90,6 +90,7 @@ def test_gathered_tokens_equal_the_reference(
         problem.check(problem.attend())
 
 
+@settings(max_examples=30)
 @given(steps())
 def test_attention_reads_only(step: Step) -> None:
     problem = Problem(step)
@@ -98,6 +99,7 @@ def test_attention_reads_only(step: Step) -> None:
     torch.testing.assert_close(problem.arena.buffer, before, rtol=0, atol=0, equal_nan=True)
 
 
+@settings(max_examples=30)
 @given(steps(), extras)
 def test_layers_share_a_table(step: Step, extras: dict[str, Any]) -> None:
     problem = Problem(step, **extras)
@@ -106,6 +108,7 @@ def test_layers_share_a_table(step: Step, extras: dict[str, Any]) -> None:
     problem.check(problem.attend(sinks=None, softcap=None) if not extras else first)
 
 
+@settings(max_examples=30)
 @given(steps(), extras)
 def test_lower_precision_stays_near_the_reference(step: Step, extras: dict[str, Any]) -> None:
     problem = Problem(step, arena_dtype=torch.bfloat16, **extras)
@@ -115,6 +118,7 @@ def test_lower_precision_stays_near_the_reference(step: Step, extras: dict[str, 
     problem.check(output, 0.06)
 
 
+@settings(max_examples=30)
 @given(steps())
 def test_what_is_kept_narrower_is_widened_to_the_query(step: Step) -> None:
     problem = Problem(step, arena_dtype=torch.bfloat16)
@@ -123,6 +127,7 @@ def test_what_is_kept_narrower_is_widened_to_the_query(step: Step) -> None:
     problem.check(output)
 
 
+@settings(max_examples=30)
 @given(steps(), st.sampled_from([{"softcap": 2.0}, {"sinks": True, "softcap": 2.0}]))
 def test_spelled_out_attention_in_few_rows_at_a_time(step: Step, extras: dict[str, Any]) -> None:
     with patch.object(softmax, "EXPLICIT_SCORES", 64):
@@ -130,11 +135,19 @@ def test_spelled_out_attention_in_few_rows_at_a_time(step: Step, extras: dict[st
         problem.check(problem.attend())
 
 
-def test_sinks_without_a_fused_kernel() -> None:
-    problem = Problem(make_step([(0, 30), (9, 10), (5, 6), (40, 60)], window=11), sinks=True)
-    with patch("hybridkv.kernels.softmax.is_fused", return_value=False):
-        spelled_out = problem.attend()
-    problem.check(spelled_out)
+@pytest.mark.parametrize("window", [None, 11])
+def test_sinks_without_a_fused_kernel(window: int | None) -> None:
+    problem = Problem(make_step([(0, 30), (9, 10), (5, 6), (40, 60)], window=window), sinks=True)
+    with patch.object(attention, "is_fused", return_value=False), patch.object(softmax, "is_fused", return_value=False):
+        problem.check(problem.attend())
+
+
+@settings(max_examples=30)
+@given(steps())
+def test_queries_may_have_any_strides(step: Step) -> None:
+    problem = Problem(step)
+    problem.query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
+    problem.check(problem.attend())
 
 
 @pytest.mark.parametrize("window", [None, 700])
