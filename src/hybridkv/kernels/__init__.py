@@ -1,0 +1,1 @@
+"""Attention, convolutions and scans over pages: torch implementations, and a table that picks them. No requests, no leases."""  # noqa: E501

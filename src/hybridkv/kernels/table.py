@@ -1,0 +1,171 @@
+"""What one token group's attention needs to know in one packed step, and the masks it shares between layers.
+
+Built once a step by `tokens.make_token_table`. It knows pages and positions, no heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.kernels.cover import Sight, Tile, Visible
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Spans of one short length, batched: S queries each, L = blocks * block_tokens gathered slots each."""
+
+    members: list[int]
+    """Which spans, in row order."""
+    num_queries: int
+    """S: tokens of each span."""
+    num_slots: int
+    """L: slots gathered for each span, or as many of them as `cut` leaves."""
+    rows: slice | torch.Tensor
+    """Packed rows of the queries, [n * S]."""
+    pages: torch.Tensor
+    """[n * blocks]; the null page pads."""
+    cut: slice | None
+    """All members see these same slots: nothing is padded and nothing stale."""
+    stale: torch.Tensor
+    """Slots of [n * L] that belong to no visible token, in pages that are read."""
+    first: torch.Tensor
+    last: torch.Tensor
+    """[n, S, 1]: the slots each query sees, both included."""
+    picks: torch.Tensor | slice | None = None
+    """The same slots as indices of what `gather_tokens` returns; made when first asked for."""
+    masks: dict[tuple[torch.dtype, int], torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class LongSpan:
+    """A span by itself: its tiles take their keys out of what was gathered once."""
+
+    visible: Visible
+    tiles: list[Tile]
+    square: bool
+    pages: torch.Tensor
+    """[blocks]"""
+    origin: int
+    """Position of the first gathered slot."""
+    picks: slice
+    """Its part of what `gather_tokens` returns."""
+
+
+@dataclass
+class TokenTable:
+    """What attention of one token group needs to know of a packed step of N tokens."""
+
+    block_tokens: int
+    sight: Sight
+    device: torch.device
+    visibles: list[Visible]
+    visible_lengths: list[int]
+    """Tokens each span sees."""
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    """[N]: where each token of the step is written."""
+    buckets: list[Bucket]
+    long_spans: list[LongSpan]
+    host_pages: list[Ints]
+    """Of each span: the pages of its visible blocks."""
+    bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+
+    def buffer(self, name: str, num_pages: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Room for pages gathered from a view, [num_pages, *shape]. All layers and buckets share it.
+
+        Memory fresh from the system costs more than the attention: every page of it faults.
+        """
+        key = (name, dtype, shape)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty((self.max_pages, *shape), dtype=dtype, device=self.device)
+        return self.buffers[key][:num_pages]
+
+    @cached_property
+    def max_pages(self) -> int:
+        """The most pages that are gathered at once."""
+        gathered = [bucket.pages for bucket in self.buckets] + [span.pages for span in self.long_spans]
+        return max(len(pages) for pages in gathered)
+
+    @property
+    def num_visible(self) -> int:
+        """Tokens that `gather_tokens` returns."""
+        return sum(self.visible_lengths)
+
+    @cached_property
+    def visible_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset of every visible token, span after span: [K], [K]."""
+        tokens = [np.arange(v.first, v.span.end) for v in self.visibles]
+        pages = [
+            pages[at // self.block_tokens - v.first_block]
+            for pages, at, v in zip(self.host_pages, tokens, self.visibles, strict=True)
+        ]
+        both = np.stack([np.concatenate(pages), np.concatenate(tokens) % self.block_tokens])
+        slots = torch.from_numpy(both).to(self.device)
+        return slots[0], slots[1]
+
+    def picks(self, bucket: Bucket) -> torch.Tensor | slice:
+        """A bucket's slots as indices of the visible tokens. Padding repeats a token that its span does see."""
+        if bucket.picks is None:
+            starts = np.cumsum([0, *self.visible_lengths])[bucket.members]
+            first = np.array([self.visibles[i].first for i in bucket.members])
+            if bucket.cut is not None and len(bucket.members) == 1:
+                bucket.picks = slice(starts[0], starts[0] + self.visible_lengths[bucket.members[0]])
+            else:
+                origins = np.array([self.visibles[i].first_block for i in bucket.members]) * self.block_tokens
+                slots = (
+                    np.arange(bucket.num_slots) if bucket.cut is None else np.arange(bucket.cut.start, bucket.cut.stop)
+                )
+                at = origins[:, None] + slots - first[:, None]
+                lengths = np.array([self.visible_lengths[i] for i in bucket.members])
+                picks = np.clip(at, 0, lengths[:, None] - 1) + starts[:, None]
+                bucket.picks = torch.from_numpy(picks.reshape(-1)).to(self.device)
+        return bucket.picks
+
+    def mask(self, bucket: Bucket, dtype: torch.dtype, num_folded: int) -> torch.Tensor | None:
+        """What to add to a bucket's scores: [n, 1, folded * S, L], or [n, 1, 1, L] for one query."""
+        key = (dtype, num_folded if bucket.num_queries > 1 else 1)
+        if key not in bucket.masks:
+            bucket.masks[key] = self._make_mask(bucket, *key)
+        return bucket.masks[key]
+
+    def _make_mask(self, bucket: Bucket, dtype: torch.dtype, num_folded: int) -> torch.Tensor | None:
+        if bucket.cut is not None and bucket.num_queries == 1:
+            return None
+        slots = torch.arange(bucket.num_slots, device=self.device)
+        if bucket.cut is not None:
+            slots = slots[bucket.cut]
+        hidden = (slots < bucket.first) | (slots > bucket.last)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return mask.repeat(1, num_folded, 1)[:, None]
+
+    def band(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
+        """What to add to a tile's scores: [queries, keys], or nothing where all see all.
+
+        It depends on key minus query only: one matrix serves the tiles of all spans, each takes its columns.
+        """
+        if tile.end - tile.start == 1:
+            return None
+        if dtype not in self.bands:
+            self.bands[dtype] = self._make_band(dtype)
+        band = self.bands[dtype]
+        zero = band.shape[1] - band.shape[0]
+        return band[: tile.end - tile.start, zero + tile.first - tile.start : zero + tile.end - tile.start]
+
+    def _make_band(self, dtype: torch.dtype) -> torch.Tensor:
+        tiles = [tile for span in self.long_spans for tile in span.tiles]
+        num_queries = max(tile.end - tile.start for tile in tiles)
+        before = max(tile.start - tile.first for tile in tiles)
+        query = torch.arange(num_queries, device=self.device)[:, None]
+        key = torch.arange(-before, num_queries, device=self.device)
+        hidden = key > query
+        if self.sight.window is not None:
+            hidden |= key <= query - self.sight.window
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
