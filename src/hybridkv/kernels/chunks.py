@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.pages import Pages
 
 MIN_CHUNK_TOKENS = 8
 # On a CPU, work in blocks that stay in its caches and that malloc gives again without new page faults.
@@ -25,7 +26,7 @@ class Write(NamedTuple):
 
     which: Tensor | None
     """[w]: places among the states of the step; None: all of them."""
-    dst: Tensor
+    dst: Pages
 
 
 class Step(NamedTuple):
@@ -107,7 +108,7 @@ def write_states(state: Tensor, states: Tensor, step: Step) -> None:
     if step.write is not None:
         which, dst = step.write
         done = state[: step.num_states] if which is None else state.index_select(0, which)
-        states.index_copy_(0, dst, done.to(states.dtype))
+        dst.write(done, states)
 
 
 def make_schedule(longs: list[LongSpan], chunk_tokens: int, device: torch.device) -> Schedule:
@@ -127,14 +128,15 @@ def make_schedule(longs: list[LongSpan], chunk_tokens: int, device: torch.device
     rows = np.array(first_rows)[:, None] + inside
     mask = np.arange(c)[None] < np.array(lengths)[:, None]
     src = [longs[i].segments[0][2] for i in order]
-    writes = [column for _, pairs in steps for column in ([w for w, _ in pairs], [dst for _, dst in pairs])]
-    tensors = upload([src, rows.ravel(), mask.ravel(), rows[mask], np.flatnonzero(mask), *writes], device)
+    ends = [end for _, ends in steps for end in ends]
+    columns = [src, rows.ravel(), mask.ravel(), rows[mask], np.flatnonzero(mask), *np.array(ends).T]
+    tensors = upload(columns, device)
     return Schedule(
         chunk_tokens=c,
         first_rows=first_rows,
         lengths=lengths,
         offsets=[0, *np.cumsum(lengths).tolist()],
-        steps=_make_steps([count for count, _ in steps], tensors[5:]),
+        steps=_make_steps(steps, *tensors[5:]),
         src=tensors[0],
         rows=tensors[1],
         mask=tensors[2].view(-1, c).bool(),
@@ -149,11 +151,14 @@ def _cut(segment: tuple[int, int, int, int], chunk_tokens: int) -> list[tuple[in
     return [(at, min(chunk_tokens, end - at), dst if at == starts[-1] else None) for at in starts]
 
 
-def _make_steps(counts: list[int], writes: list[Tensor]) -> list[Step]:
-    steps: list[Step] = []
-    first = 0
-    for count, which, dst in zip(counts, writes[::2], writes[1::2], strict=True):
-        write = Write(None if len(which) == count else which, dst) if len(which) else None
-        steps.append(Step(first, first + count, write))
-        first += count
-    return steps
+def _make_steps(steps: list[tuple[int, list[tuple[int, int]]]], which: Tensor, dst: Tensor) -> list[Step]:
+    """steps: (chunks, [(place, page to write)]); which, dst: the places and pages of all steps, on the device"""
+    made: list[Step] = []
+    first = begin = 0
+    for count, ends in steps:
+        here = slice(begin, begin + len(ends))
+        pages = Pages(dst[here], [page for _, page in ends])
+        write = Write(None if len(ends) == count else which[here], pages) if ends else None
+        made.append(Step(first, first + count, write))
+        first, begin = first + count, here.stop
+    return made

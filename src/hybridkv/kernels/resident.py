@@ -21,11 +21,11 @@ def resident(states: Tensor, ones: Ones) -> Iterator[tuple[slice, Tensor]]:
     """
     state_bytes = states[0].numel() * states.element_size()
     if states.device.type != "cpu" or state_bytes < MIN_BYTES_ONE_BY_ONE:
-        together = states.index_select(0, ones.src).float()
-        yield slice(0, len(ones.src_pages)), together
-        states.index_copy_(0, ones.dst, together.to(states.dtype))
+        together = states.index_select(0, ones.src.on_device).float()
+        yield slice(0, len(ones.src.on_host)), together
+        ones.dst.write(together, states)
         return
-    for i, (src, dst) in enumerate(zip(ones.src_pages, ones.dst_pages, strict=True)):
+    for i, (src, dst) in enumerate(zip(ones.src.on_host, ones.dst.on_host, strict=True)):
         state = states[dst : dst + 1]
         if states.dtype == torch.float32:
             if src != dst:

@@ -16,6 +16,7 @@ from hybridkv.cache import Segment
 from hybridkv.kernels.chunks import Schedule, make_schedule
 from hybridkv.kernels.edges import Edges, make_edges
 from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.pages import Pages
 from hybridkv.kernels.spans import Span
 
 
@@ -24,11 +25,8 @@ class Ones(NamedTuple):
 
     rows: Tensor | None
     """[n]: their tokens in the packed row; None: the whole row, in order."""
-    src: Tensor
-    dst: Tensor
-    src_pages: list[int]
-    """The same on the host."""
-    dst_pages: list[int]
+    src: Pages
+    dst: Pages
 
     def take(self, x: Tensor) -> Tensor:
         """Their tokens. x: [N, ...] -> [n, ...]"""
@@ -66,7 +64,7 @@ class SegmentTable:
     def edges(self, reach: int) -> Edges:
         """The longer spans as a convolution sees them that reaches `reach` tokens back."""
         if reach not in self._edges:
-            self._edges[reach] = make_edges(self._longs, reach, self.ones is None, self.device)
+            self._edges[reach] = make_edges(self._longs, reach, self.device)
         return self._edges[reach]
 
 
@@ -91,7 +89,7 @@ def make_segment_table(
     ones = None
     if one_rows:
         rows, src, dst = upload([one_rows, src_pages, dst_pages], device)
-        ones = Ones(rows if longs else None, src, dst, src_pages, dst_pages)
+        ones = Ones(rows if longs else None, Pages(src, src_pages), Pages(dst, dst_pages))
     return SegmentTable(ones, longs, sum(span.length for span in spans), device)
 
 
