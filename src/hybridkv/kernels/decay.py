@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ class HeadDecay(NamedTuple):
 def head_decay(g: Tensor) -> HeadDecay:
     """g: [B, c]. Sums in float64: a difference of two long ones would lose the little that lies between their ends."""
     since = g.double().cumsum(-1)
-    pair = (since.unsqueeze(-1) - since.unsqueeze(-2)).float().tril_().exp_().tril_()
+    pair = (since.unsqueeze(-1) - since.unsqueeze(-2)).float()
+    is_later = torch.full(pair.shape[1:], -math.inf, device=g.device).triu_(1)
+    pair.add_(is_later).exp_()
     until = since[:, -1:] - since
     return HeadDecay(pair, since.float().unsqueeze(-1), until.float().unsqueeze(-1))
 
@@ -47,20 +50,23 @@ def channel_decay(rows: Tensor, keys: Tensor, g: Tensor) -> ChannelDecay:
     size, num_rows, c, dim = rows.shape
     scores = rows.new_zeros(size, num_rows, c, c)
     torch.linalg.vecdot(rows, keys.unsqueeze(1), out=scores.diagonal(dim1=-2, dim2=-1))
-    since, until = g, torch.zeros_like(g)
+    since, until = g.clone(), torch.zeros_like(g)
     side = 1
     while side < c:
-        # Blocks of two sides: `later` tokens against `earlier` ones.
-        halves = (size, -1, 2, side, dim)
-        since_, until_, keys_ = (x.view(halves) for x in (since, until, keys))
-        rows_ = rows.view(size, num_rows, -1, 2, side, dim)[:, :, :, 1]  # [B, R, blocks, side, D]
-        later = (rows_ * since_[:, None, :, 1].exp()).transpose(1, 2).reshape(-1, num_rows * side, dim)
+        # Blocks of two sides: later tokens against earlier ones.
+        num_blocks = c // (2 * side)
+        blocks = (num_blocks, 2, side)
+        since_, until_, keys_ = (x.unflatten(1, blocks) for x in (since, until, keys))
+        rows_ = rows.unflatten(2, blocks)[:, :, :, 1].transpose(1, 2)  # [B, blocks, R, side, D]
+        later = rows.new_empty(rows_.shape)
+        torch.mul(rows_, since_[:, :, None, 1].exp(), out=later)
         earlier = (keys_[:, :, 0] * until_[:, :, 0].exp()).view(-1, side, dim)
-        square = torch.bmm(later, earlier.transpose(1, 2)).view(size, -1, num_rows, side, side)
-        blocks = scores.view(size, num_rows, c // (2 * side), 2, side, c // (2 * side), 2, side)
-        blocks[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4).copy_(square.permute(0, 2, 3, 4, 1))
-        total = since_[..., -1:, :]
-        since = torch.cat([since_[:, :, :1], since_[:, :, 1:] + total[:, :, :1]], dim=2).view(size, c, dim)
-        until = torch.cat([until_[:, :, :1] + total[:, :, 1:], until_[:, :, 1:]], dim=2).view(size, c, dim)
+        square = torch.bmm(later.view(-1, num_rows * side, dim), earlier.transpose(1, 2)).view(
+            size, num_blocks, num_rows, side, side
+        )
+        corner = scores.unflatten(3, blocks).unflatten(2, blocks)[:, :, :, 1, :, :, 0]
+        corner.diagonal(dim1=2, dim2=4).copy_(square.permute(0, 2, 3, 4, 1))
+        until_[:, :, 0] += since_[:, :, 1, -1:]
+        since_[:, :, 1] += since_[:, :, 0, -1:]
         side *= 2
     return ChannelDecay(scores, since, until)

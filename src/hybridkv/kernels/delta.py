@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.chunks import Schedule, write_states
+from hybridkv.kernels.chunks import Schedule, chunk_tokens, write_states
 from hybridkv.kernels.decay import channel_decay, head_decay
 from hybridkv.kernels.resident import resident
 from hybridkv.kernels.segments import Ones, SegmentTable
 
-CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
 
@@ -42,7 +41,7 @@ def _delta(
     """g: [N, H, 1] or [N, H, Dk]"""
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if table.has_long:
-        _long(q, k, v, g, beta, states, table.schedule(CHUNK_TOKENS), l2norm, out)
+        _long(q, k, v, g, beta, states, table.schedule(chunk_tokens(q.device)), l2norm, out)
     if table.ones is not None:
         _one_token(q, k, v, g, beta, states, table.ones, l2norm, out)
     return out
@@ -52,7 +51,8 @@ def _unit(x: Tensor, scale: float, l2norm: bool) -> Tensor:
     """x: [..., D] -> float32, scaled"""
     x = x.float()
     if l2norm:
-        return x * torch.linalg.vecdot(x, x).add_(NORM_EPS).rsqrt_().mul_(scale).unsqueeze(-1)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square_().add_(NORM_EPS).rsqrt_().mul_(scale)
     return x * scale if scale != 1.0 else x
 
 
@@ -127,7 +127,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: b
     both[:, :, 0].copy_(k)
     both[:, :, 1].copy_(q)
     if l2norm:
-        norm = torch.linalg.vecdot(both, both).add_(NORM_EPS).rsqrt_()
+        norm = torch.linalg.vector_norm(both, dim=-1).square_().add_(NORM_EPS).rsqrt_()
         norm[:, :, 1] *= dk**-0.5
         both *= norm.unsqueeze(-1)
     else:
@@ -159,6 +159,6 @@ def _advance(chunks: _Chunks, state: Tensor, first: int, last: int) -> Tensor:
     rest = reads.view(spans, heads, 2 * c, dv)[:, :, :c]
     torch.sub(chunks.v[first:last], rest, out=rest)
     delta = torch.bmm(chunks.solve[here], reads[:, :c])
-    y = torch.baddbmm(reads[:, c:], chunks.scores[here], delta)
+    y = reads[:, c:].baddbmm_(chunks.scores[here], delta)
     state.mul_(chunks.decay[here]).baddbmm_(chunks.writers[here].transpose(1, 2), delta)
-    return y.view(spans, heads, c, dv)
+    return y.unflatten(0, (spans, heads))

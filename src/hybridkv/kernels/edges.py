@@ -71,4 +71,5 @@ def make_edges(longs: list[LongSpan], reach: int, device: torch.device) -> Edges
 
 
 def _windows(firsts: Iterable[int], ahead: np.ndarray) -> np.ndarray:
-    return np.add.outer(np.array(list(firsts), dtype=np.int64), ahead).ravel()
+    starts = np.array(list(firsts), dtype=np.int64)
+    return np.asarray(starts[:, None] + ahead).ravel()

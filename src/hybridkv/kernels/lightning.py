@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.chunks import Schedule, write_states
+from hybridkv.kernels.chunks import Schedule, chunk_tokens, write_states
 from hybridkv.kernels.decay import head_decay
 from hybridkv.kernels.resident import resident
 from hybridkv.kernels.segments import Ones, SegmentTable
-
-CHUNK_TOKENS = 64
 
 
 def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, states: Tensor, table: SegmentTable) -> Tensor:
@@ -21,7 +19,7 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, states: Tensor, ta
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     g = -slope.float().reshape(-1)
     if table.has_long:
-        _long(q, k, v, g, states, table.schedule(CHUNK_TOKENS), out)
+        _long(q, k, v, g, states, table.schedule(chunk_tokens(q.device)), out)
     if table.ones is not None:
         _one_token(q, k, v, g, states, table.ones, out)
     return out

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkv.kernels.chunks import Schedule, write_states
+from hybridkv.kernels.chunks import Schedule, block_bytes, chunk_tokens, write_states
 from hybridkv.kernels.decay import head_decay
 from hybridkv.kernels.resident import resident
 from hybridkv.kernels.segments import Ones, SegmentTable
-
-CHUNK_TOKENS = 64
 
 
 def mamba2(
@@ -40,7 +38,7 @@ def mamba2(
     g = dt * a.float()
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if table.has_long:
-        _long(x, dt, g, b, c, states, table.schedule(CHUNK_TOKENS), y)
+        _long(x, dt, g, b, c, states, table.schedule(chunk_tokens(x.device)), y)
     if table.ones is not None:
         _one_token(x, dt, g, b, c, states, table.ones, y)
     if d is not None:
@@ -156,14 +154,22 @@ def _long1(
 ) -> None:
     """No decay is shared by two entries of the state, so there are no products of matrices to gain: token by token."""
     state = states.index_select(0, schedule.src).float()  # [spans, Ch, S]
+    tokens = schedule.chunk_tokens
+    max_spans = max(1, block_bytes(x.device) // (a.numel() * tokens * 4))
+    # Made once: fresh memory of this size is dear on a CPU.
+    decays, afters = state.new_empty(2, min(max_spans, len(state)), tokens, *a.shape)
     for step in schedule.steps:
-        x_, dt_, b_, c_ = (schedule.take(t, step.first, step.last) for t in (x, dt, b, c))
-        dt_ = dt_ * schedule.mask[step.first : step.last].unsqueeze(-1)
-        decay = (dt_.unsqueeze(-1) * a).exp_().unbind(1)
-        after = (dt_ * x_).unsqueeze(-1) * b_.unsqueeze(2)  # [spans, tokens, Ch, S]
-        before = state[: step.num_states]
-        for now, factor in zip(after.unbind(1), decay, strict=True):
-            before = now.addcmul_(before, factor)
-        state[: step.num_states].copy_(before)
-        schedule.put(torch.matmul(after, c_.unsqueeze(-1)).squeeze(-1), out, step.first, step.last)
+        for first in range(0, step.num_states, max_spans):
+            before = state[first : min(first + max_spans, step.num_states)]
+            chunks = (step.first + first, step.first + first + len(before))
+            x_, dt_, b_, c_ = (schedule.take(t, *chunks) for t in (x, dt, b, c))
+            dt_ = dt_ * schedule.mask[slice(*chunks)].unsqueeze(-1)
+            decay, after = decays[: len(before)], afters[: len(before)]  # [spans, tokens, Ch, S]
+            torch.mul(dt_.unsqueeze(-1), a, out=decay).exp_()
+            torch.mul((dt_ * x_).unsqueeze(-1), b_.unsqueeze(2), out=after)
+            last = before
+            for now, factor in zip(after.unbind(1), decay.unbind(1), strict=True):
+                last = now.addcmul_(last, factor)
+            before.copy_(last)
+            schedule.put(torch.matmul(after, c_.unsqueeze(-1)).squeeze(-1), out, *chunks)
         write_states(state, states, step)
