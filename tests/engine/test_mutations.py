@@ -41,9 +41,7 @@ def noticed() -> Iterator[None]:
         yield
 
 
-def change_segments(
-    patch: pytest.MonkeyPatch, change: Callable[[list[list[Segment]]], list[list[Segment]]]
-) -> None:
+def change_segments(patch: pytest.MonkeyPatch, change: Callable[[list[list[Segment]]], list[list[Segment]]]) -> None:
     make = frame_module.make_segment_table
 
     def changed(spans: Any, segments: Sequence[Sequence[Segment]], **options: Any) -> Any:
@@ -117,10 +115,7 @@ def test_a_window_off_by_one(family: str, offset: int, monkeypatch: pytest.Monke
 
     def wrong(*args: Any, window: int | None, chunk: int | None, **options: Any) -> Any:
         return make(
-            *args,
-            window=window + offset if window else None,
-            chunk=chunk + offset if chunk else None,
-            **options,
+            *args, window=window + offset if window else None, chunk=chunk + offset if chunk else None, **options
         )
 
     monkeypatch.setattr(runner_module, "make_token_table", wrong)
@@ -134,9 +129,7 @@ def test_a_tail_that_was_not_copied(family: str, monkeypatch: pytest.MonkeyPatch
     from hybridkv.memory import Memory
 
     run = Memory.run
-    monkeypatch.setattr(
-        Memory, "run", lambda self, ops: run(self, [op for op in ops if not isinstance(op, CopyPage)])
-    )
+    monkeypatch.setattr(Memory, "run", lambda self, ops: run(self, [op for op in ops if not isinstance(op, CopyPage)]))
     with noticed():
         live(family)
 
@@ -144,9 +137,7 @@ def test_a_tail_that_was_not_copied(family: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("family", ATTENTION)
 def test_tokens_written_one_slot_off(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write = stand_in.write_tokens
-    monkeypatch.setattr(
-        stand_in, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0))
-    )
+    monkeypatch.setattr(stand_in, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
     with noticed():
         live(family)
 

@@ -101,7 +101,16 @@ def test_our_attention_gets_no_mask() -> None:
 
 def test_minimax_mixers_have_the_parts_we_use() -> None:
     mixer = next(m for m in build("minimax").modules() if type(m).__name__ == "MiniMaxLightningAttention")
-    for name in ("layer_idx", "num_attention_heads", "head_dim", "act_fn", "qkv_proj", "slope_rate", "norm", "out_proj"):
+    for name in (
+        "layer_idx",
+        "num_attention_heads",
+        "head_dim",
+        "act_fn",
+        "qkv_proj",
+        "slope_rate",
+        "norm",
+        "out_proj",
+    ):
         assert hasattr(mixer, name), name
 
 

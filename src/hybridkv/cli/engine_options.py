@@ -46,7 +46,13 @@ class EngineOptions:
 
 
 def sampling(
-    max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None, stop: tuple[str, ...] = (), n: int = 1
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    stop: tuple[str, ...] = (),
+    n: int = 1,
 ) -> SamplingParams:
     return _engine().SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, n=n

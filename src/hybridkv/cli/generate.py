@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 def generate_command(
     model: ModelArgument,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it for several. Default: standard input.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; repeat it for several. Default: standard input."),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--file", "-f", help="One prompt a line, or JSON lines with 'prompt' or 'token_ids'.")

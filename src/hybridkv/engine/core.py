@@ -208,12 +208,11 @@ class EngineCore:
 
     def _new_sample(self, request: Request, index: int) -> Sample:
         params = request.params
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
         prompt = np.frombuffer(request.prompt, dtype=np.int32)
-        row = RowState(params, prompt, ends=ends, sibling=index)
+        row = RowState(params, prompt, ends=params.ends(self._eos_ids), sibling=index)
         text = TextStream(
             self._tokenizer,
-            stop=params.stop,
+            stop=params.stops,
             include_stop=params.include_stop_in_text,
             min_tokens=params.min_tokens,
             context=prompt[-_CONTEXT_TOKENS:].tolist() if self._tokenizer else (),
@@ -239,6 +238,7 @@ class EngineCore:
 
     def check(self, prompt: TokenIds, params: SamplingParams) -> None:
         """Refuse what can never be served. Changes nothing: may be called on any thread."""
+        params.check_vocab(self._vocab_size)
         ids = np.frombuffer(pack_tokens(prompt), dtype=np.int32)
         if not len(ids):
             raise RequestError("the prompt is empty: give it at least one token")
@@ -250,8 +250,8 @@ class EngineCore:
             raise RequestError(
                 f"a prompt of {len(ids)} tokens: with its reply it must stay within {self.max_length}; shorten it"
             )
-        if params.stop and self._tokenizer is None:
-            raise RequestError(f"stop text {params.stop[0]!r} without a tokenizer: use stop_token_ids")
+        if params.stops and self._tokenizer is None:
+            raise RequestError(f"stop text {params.stops[0]!r} without a tokenizer: use stop_token_ids")
         longest = min(self.max_length, len(ids) + (params.max_tokens or 1)) - 1
         if not could_fit(self.cache.layout, longest):
             raise RequestError(

@@ -108,9 +108,7 @@ class Engine:
         for prompt, one in zip(requests, chosen, strict=True):
             self.core.check(prompt.token_ids, one)
         news: queue.SimpleQueue[Update | EngineError] = queue.SimpleQueue()
-        ids = [
-            self._submit(prompt, one, salt, news.put) for prompt, one in zip(requests, chosen, strict=True)
-        ]
+        ids = [self._submit(prompt, one, salt, news.put) for prompt, one in zip(requests, chosen, strict=True)]
         try:
             results = _collect(news, len(ids), progress)
         except BaseException:

@@ -101,7 +101,9 @@ def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrain
         raise
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"cannot load {path!r}: {reason}; name a directory a transformers model was saved to") from error
+        raise ConfigError(
+            f"cannot load {path!r}: {reason}; name a directory a transformers model was saved to"
+        ) from error
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:

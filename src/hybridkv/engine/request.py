@@ -149,9 +149,7 @@ class Request:
             return None
         samples = sorted(self.samples, key=lambda sample: sample.index)
         prompt = list(memoryview(self.prompt).cast("i"))
-        return Result(
-            self.id, prompt, self.cached_tokens, [sample.completion() for sample in samples], self._metrics()
-        )
+        return Result(self.id, prompt, self.cached_tokens, [sample.completion() for sample in samples], self._metrics())
 
     def _metrics(self) -> Metrics:
         now = time.monotonic()

@@ -1,1 +1,2 @@
-"""Attention, convolutions and scans over pages: torch implementations, and a table that picks them. No requests, no leases."""  # noqa: E501
+"""Attention, convolutions and scans over pages: torch implementations, and a table that picks them. No requests, no
+leases."""

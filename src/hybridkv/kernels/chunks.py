@@ -1,0 +1,178 @@
+"""Spans of more than one token cut into chunks, for scans.
+
+Chunks lie step by step (the first chunk of every span, the second of every span that has one, ...), spans with most
+chunks first: those still running at a step are then the first few, and their states a prefix of one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.pages import Pages
+
+MIN_CHUNK_TOKENS = 8
+CPU_BLOCK_BYTES = 2 << 20
+DEVICE_BLOCK_BYTES = 256 << 20
+
+
+def chunk_tokens(device: torch.device) -> int:
+    """A good length of chunks: short ones save work, long ones save calls."""
+    return 32 if device.type == "cpu" else 64
+
+
+def block_bytes(device: torch.device) -> int:
+    """The largest tensor to work on at once.
+
+    On a CPU it should stay in the caches, and malloc should give it again without new page faults; elsewhere it is only
+    kept from taking the memory of pages.
+    """
+    return CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+
+
+class Write(NamedTuple):
+    """States that are complete after a step of a schedule."""
+
+    which: Tensor | None
+    """[w]: places among the states of the step; None: all of them."""
+    dst: Pages
+
+
+class Step(NamedTuple):
+    """One chunk of every span that is still running: chunks first .. last, with the states of the first spans."""
+
+    first: int
+    last: int
+    write: Write | None
+
+    @property
+    def num_states(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The longer spans cut into chunks."""
+
+    chunk_tokens: int
+    first_rows: list[int]
+    """Of each chunk, on the host."""
+    lengths: list[int]
+    offsets: list[int]
+    """Where the tokens of each chunk begin in `tokens`, and one more."""
+    steps: list[Step]
+    src: Tensor
+    """[spans]: the states they begin with."""
+    rows: Tensor
+    """[chunks * chunk_tokens]: the token in each place; places left over repeat the chunk's last token."""
+    mask: Tensor
+    """[chunks, chunk_tokens]: whether there is a token in the place."""
+    tokens: Tensor
+    """[M]: the tokens in the packed row, chunk by chunk."""
+    places: Tensor
+    """[M]: where each of them is among the places."""
+
+    def run_from(self, first: int, last: int) -> int | None:
+        """The row where chunks first .. last begin, if they are one run of full chunks."""
+        row, c = self.first_rows[first], self.chunk_tokens
+        is_run = all(self.first_rows[i] == row + (i - first) * c and self.lengths[i] == c for i in range(first, last))
+        return row if is_run else None
+
+    def take(self, x: Tensor, first: int, last: int) -> Tensor:
+        """The tokens of chunks first .. last. x: [N, ...] -> [chunks, chunk_tokens, ...], perhaps a view"""
+        c = self.chunk_tokens
+        row = self.run_from(first, last)
+        if row is None:
+            return x.index_select(0, self.rows[first * c : last * c]).unflatten(0, (last - first, c))
+        return x[row : row + (last - first) * c].unflatten(0, (last - first, c))
+
+    def put(self, y: Tensor, out: Tensor, first: int, last: int) -> None:
+        """The same way back. y: [chunks, chunk_tokens, ...], out: [N, ...]"""
+        c = self.chunk_tokens
+        row = self.run_from(first, last)
+        if row is not None:
+            out[row : row + (last - first) * c].unflatten(0, (last - first, c)).copy_(y)
+        elif last - first == 1:
+            row, length = self.first_rows[first], self.lengths[first]
+            out[row : row + length].copy_(y[0, :length])
+        else:
+            here = slice(self.offsets[first], self.offsets[last])
+            kept = y.flatten(0, 1).index_select(0, self.places[here] - first * c)
+            out.index_copy_(0, self.tokens[here], kept.to(out.dtype))
+
+    def blocks(self, chunk_bytes: int) -> list[list[Step]]:
+        """The steps in runs to be worked on together, where the largest tensor of a chunk takes `chunk_bytes`."""
+        max_chunks = block_bytes(self.src.device) // chunk_bytes
+        runs: list[list[Step]] = []
+        for step in self.steps:
+            if runs and step.last - runs[-1][0].first <= max_chunks:
+                runs[-1].append(step)
+            else:
+                runs.append([step])
+        return runs
+
+
+def write_states(state: Tensor, states: Tensor, step: Step) -> None:
+    """States that are complete after a step go to their pages. state: [spans, ...], states: [pages, ...]"""
+    if step.write is not None:
+        which, dst = step.write
+        done = state[: step.num_states] if which is None else state.index_select(0, which)
+        dst.write(done, states)
+
+
+def make_schedule(longs: list[LongSpan], chunk_tokens: int, device: torch.device) -> Schedule:
+    longest = max(end - row for long in longs for row, end, _, _ in long.segments)
+    c = min(chunk_tokens, max(MIN_CHUNK_TOKENS, 1 << (longest - 1).bit_length()))
+    # A chunk: (first row, tokens, page to write after it or None).
+    chunks = [[chunk for segment in long.segments for chunk in _cut(segment, c)] for long in longs]
+    order = sorted(range(len(longs)), key=lambda i: -len(chunks[i]))
+    steps: list[tuple[int, list[tuple[int, int]]]] = []
+    flat: list[tuple[int, int]] = []
+    for depth in range(len(chunks[order[0]])):
+        now = [chunks[i][depth] for i in order if depth < len(chunks[i])]
+        flat += [(row, length) for row, length, _ in now]
+        steps.append((len(now), [(place, dst) for place, (_, _, dst) in enumerate(now) if dst is not None]))
+    first_rows, lengths = (list(column) for column in zip(*flat, strict=True))
+    inside = np.minimum(np.arange(c)[None], np.array(lengths)[:, None] - 1)
+    rows = np.array(first_rows)[:, None] + inside
+    mask = np.arange(c)[None] < np.array(lengths)[:, None]
+    src = [longs[i].segments[0][2] for i in order]
+    ends = [end for _, ends in steps for end in ends]
+    columns = [src, rows.ravel(), mask.ravel(), rows[mask], np.flatnonzero(mask), *np.array(ends).T]
+    tensors = upload(columns, device)
+    return Schedule(
+        chunk_tokens=c,
+        first_rows=first_rows,
+        lengths=lengths,
+        offsets=[0, *np.cumsum(lengths).tolist()],
+        steps=_make_steps(steps, *tensors[5:]),
+        src=tensors[0],
+        rows=tensors[1],
+        mask=tensors[2].view(-1, c).bool(),
+        tokens=tensors[3],
+        places=tensors[4],
+    )
+
+
+def _cut(segment: tuple[int, int, int, int], chunk_tokens: int) -> list[tuple[int, int, int | None]]:
+    row, end, _, dst = segment
+    starts = range(row, end, chunk_tokens)
+    return [(at, min(chunk_tokens, end - at), dst if at == starts[-1] else None) for at in starts]
+
+
+def _make_steps(steps: list[tuple[int, list[tuple[int, int]]]], which: Tensor, dst: Tensor) -> list[Step]:
+    """steps: (chunks, [(place, page to write)]); which, dst: the places and pages of all steps, on the device"""
+    made: list[Step] = []
+    first = begin = 0
+    for count, ends in steps:
+        here = slice(begin, begin + len(ends))
+        pages = Pages(dst[here], [page for _, page in ends])
+        write = Write(None if len(ends) == count else which[here], pages) if ends else None
+        made.append(Step(first, first + count, write))
+        first, begin = first + count, here.stop
+    return made
