@@ -94,7 +94,7 @@ def test_preemption_eviction_and_compaction_in_a_tiny_arena(family: str, device:
     for index in range(6, 9):
         driver.add(str(index), prompt(90, index), replace(GREEDY, max_tokens=20))
     ends_well(driver)
-    assert driver.core.scheduler.preempted or driver.cache.stats.evictions
+    assert driver.core.scheduler.preempted or driver.cache.stats.blocks_evicted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,7 +111,7 @@ def test_samples_part_after_the_prompt(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_life_of_requests(family: str, device: str) -> None:
-    """Arrivals, shared prefixes, aborts, samples, resets and step sizes drawn at random in an arena that is too small."""
+    """Arrivals, shared prefixes, aborts, samples, resets and step sizes at random, in an arena that is too small."""
     model = build(family)
     chance = random.Random(family)
     driver = Driver(

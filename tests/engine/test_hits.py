@@ -61,7 +61,8 @@ def test_a_burst_of_siblings_computes_the_prefix_once(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1", "llama"])
 def test_replay_and_engine_report_the_same_hits(family: str, tmp_path: Path) -> None:
     """Conversations of an engine become a trace; replayed through the same layout it hits the same tokens."""
-    records, hits = [], []
+    records: list[dict[str, Any]] = []
+    hits: list[int] = []
     with engine_of(family) as engine:
         for index in range(6):
             history = prompt(40, index % 2)

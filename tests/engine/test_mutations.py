@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+import hybridkv.engine.runner
+import hybridkv.engine.seams.frame
+import hybridkv.engine.seams.stand_in
 from hybridkv.cache import CopyPage, Segment, StepTables
-from hybridkv.engine import runner as runner_module
-from hybridkv.engine.seams import frame as frame_module
-from hybridkv.engine.seams import stand_in
 from tests.engine.drive import Driver
 from tests.engine.zoo import FAMILIES, build, prompt
+
+runner_module: Any = hybridkv.engine.runner
+frame_module: Any = hybridkv.engine.seams.frame
+stand_in: Any = hybridkv.engine.seams.stand_in
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrent]
 CONV = [name for name, family in FAMILIES.items() if family.conv]

@@ -152,9 +152,9 @@ def test_two_engines_live_together() -> None:
 
 def test_a_step_inside_a_step_is_refused() -> None:
     driver = Driver(build("llama"))
-    with frame.running(object()), pytest.raises(HybridKVError, match="inside another"):  # type: ignore[arg-type]
-        with frame.running(object()):  # type: ignore[arg-type]
-            pass
+    some: Any = object()
+    with frame.running(some), pytest.raises(HybridKVError, match="inside another"), frame.running(some):
+        pass
     driver.add("a", prompt(5, 1))
     driver.run()
 

@@ -36,13 +36,14 @@ class EngineOptions:
     trust_remote_code: bool
 
     def start(self) -> Engine:
-        return _engine().Engine(
+        engine: Engine = _engine().Engine(
             self.model,
             memory=self.memory,
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
         )
+        return engine
 
 
 def sampling(
@@ -54,9 +55,10 @@ def sampling(
     stop: tuple[str, ...] = (),
     n: int = 1,
 ) -> SamplingParams:
-    return _engine().SamplingParams(
+    params: SamplingParams = _engine().SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, n=n
     )
+    return params
 
 
 def _engine() -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, could_fit

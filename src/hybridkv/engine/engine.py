@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS
 from hybridkv.units import parse_size
 
-TokenIdList = Sequence[int]
+TokenIdList = Sequence[int] | npt.NDArray[np.int32]
 AnyPrompt = str | TokenIdList | Prompt
 
 _STEP_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -62,7 +63,8 @@ class Engine:
 
         `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_dtype`, `state_dtype`: of
         what is cached, if not the model's and float32. `max_step_tokens`: computed at once, at most; `max_running`:
-        samples at once. `max_length`: of a prompt and its reply, if less than the model's. `seed`: of requests without one.
+        samples at once. `max_length`: of a prompt and its reply, if less than the model's. `seed`: for requests that
+        have none.
         """
         nbytes = parse_size(memory) if isinstance(memory, str) else memory
         loaded = load(
@@ -175,9 +177,7 @@ class Engine:
             return prompt
         if isinstance(prompt, str):
             return Prompt(self._need_tokenizer().encode(prompt))
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        return Prompt(list(prompt))
+        return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from hybridkv.kernels.spans import Span
-from hybridkv.kernels.tokens import make_token_table
 from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheLayout, Role, StepTables
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.spans import Span
+from hybridkv.kernels.tokens import make_token_table
 from hybridkv.memory import Memory
 
 
@@ -60,7 +60,7 @@ class Runner:
             raise HybridKVError(f"{type(model).__name__} takes no cache or cannot select logits: it cannot be served")
         self._takes_positions = "position_ids" in accepted
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def run(self, work: Sequence[Work]) -> torch.Tensor:
         """Logits `[R, vocab]` of those that want them, in order."""
         tokens = np.concatenate([one.tokens for one in work])
@@ -138,9 +138,9 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
     """The decoder layers of the language model, in order; not every family says where they are."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
-        if name.endswith("layers") and isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            if "vision" not in name and "audio" not in name:
-                return module
+        is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
+        if is_list and len(module) == count and "vision" not in name and "audio" not in name:
+            return list(module)
     raise HybridKVError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 

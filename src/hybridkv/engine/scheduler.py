@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-from hybridkv.cache import Cache, StepTables, extend_some
+from hybridkv.cache import Cache, NoRoom, StepTables, extend_some
 from hybridkv.engine.request import Sample
 
 _LOOK_AHEAD = 32
@@ -79,8 +79,8 @@ class Scheduler:
     def _admit(self, budget: int) -> None:
         """Start as many as the budget can feed; they take no pages yet.
 
-        Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before its
-        step is sent off that a checkpoint is wanted where they part.
+        Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before
+        its step is sent off that a checkpoint is wanted where they part.
         """
         if self._is_full and self.running:
             return
@@ -119,13 +119,13 @@ class Scheduler:
         """Put a sample's next tokens into the step; returns how many. Others make room for it, or it for others."""
         while sample.lease is not None:
             tables = self.cache.extend(sample.lease, num_tokens)
-            if not tables and len(self.running) == 1:
+            if isinstance(tables, NoRoom) and len(self.running) == 1:
                 tables = extend_some(self.cache, sample.lease, num_tokens)
-                if not tables:
+                if isinstance(tables, NoRoom):
                     sample.error = f"no room to go on at token {sample.lease.computed}: {tables.reason}"
                     stuck.append(sample)
                     return 0
-            if tables:
+            if not isinstance(tables, NoRoom):
                 step.append(Scheduled(sample, tables))
                 return tables.end - tables.start
             self._preempt(max((one for one in self.running if one.is_idle), key=lambda one: one.rank))

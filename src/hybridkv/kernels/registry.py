@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from hybridkv.errors import HybridKVError
 from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.conv import conv
 from hybridkv.kernels.delta import gated_delta, kimi_delta
 from hybridkv.kernels.lightning import lightning
 from hybridkv.kernels.mamba import mamba1, mamba2
-
-from hybridkv.errors import HybridKVError
 
 Kernel = Callable[..., Any]
 
@@ -27,7 +27,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "mamba1": {ANY_DEVICE: mamba1},
     "lightning": {ANY_DEVICE: lightning},
 }
-"""By kind, then by the type of device: "cuda", "cpu", or any other. The signature of a kind is that of its torch form."""
+"""By kind, then by type of device: "cuda", "cpu", or any other. A kind's signature is that of its torch form."""
 
 
 def kernel(kind: str, device: torch.device) -> Kernel:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from hybridkv.kernels.segments import SegmentTable, make_segment_table
-from hybridkv.kernels.spans import Span
-from hybridkv.kernels.tokens import TokenTable
 
 from hybridkv.cache import Segment
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.segments import SegmentTable, make_segment_table
+from hybridkv.kernels.spans import Span
+from hybridkv.kernels.tokens import TokenTable
 from hybridkv.memory import LayerMemory, Memory
 
 

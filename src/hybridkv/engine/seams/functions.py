@@ -1,22 +1,19 @@
 """Our attention, conv and scan functions in the shape in which transformers' models call theirs.
 
 Models see one packed row: batch 1, all requests' tokens one after another. Each function drops the batch axis, puts
-tokens first, finds its layer in the active frame, and calls the kernel that fits the device. States are written to pages
-by the kernels; the final state that models expect back is empty.
+tokens first, finds its layer in the active frame, and calls the kernel that fits the device. States are written to
+pages by the kernels; the final state that models expect back is empty.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridkv.engine.seams.frame import Frame, current
 from hybridkv.kernels.registry import kernel
 from hybridkv.spec import LatentAttention
-
-Tensor = torch.Tensor
 
 
 def attention(
@@ -48,7 +45,7 @@ def attention(
 
 
 def _kv_layer(module: nn.Module, frame: Frame) -> int:
-    """The layer whose keys and values this attention reads: some models let later layers share those of earlier ones."""
+    """The layer whose keys and values this attention reads: in some models later layers share those of earlier ones."""
     shared = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
     return frame.attention_layer if shared is None else int(shared)
 

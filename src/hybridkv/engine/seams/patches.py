@@ -1,7 +1,7 @@
 """Puts our functions in the place of those that transformers' modeling files define, once a process.
 
-Each patched name still calls the stock function unless this thread is running an engine's step: other models of the same
-kind, in the same process, are not affected.
+Each patched name still calls the stock function unless this thread is running an engine's step: other models of the
+same kind, in the same process, are not affected.
 """
 
 from __future__ import annotations

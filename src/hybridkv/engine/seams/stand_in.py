@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hybridkv.kernels.tokens import gather_tokens, write_tokens
 from transformers.cache_utils import Cache
 
 from hybridkv.engine.seams.frame import current
+from hybridkv.kernels.tokens import gather_tokens, write_tokens
 from hybridkv.spec import LatentAttention
 
 
@@ -27,8 +27,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's tokens (`[1, heads, N, dim]`) to their pages.
 
-        Attention reads pages by itself, so what comes back is only passed through; but latents are expanded by the model
-        first, so those of every visible token come back, request after request.
+        Attention reads pages by itself, so what comes back is only passed through; but latents are expanded by the
+        model first, so those of every visible token come back, request after request.
         """
         frame = current()
         frame.attention_layer = layer_idx
