@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from hybridkv.kernels import conv as conv_module
 from hybridkv.kernels.conv import conv
 from tests.kernels.states import Advance, StateStep, check_step, state_steps, step_of
 
@@ -27,7 +28,7 @@ def make_advance(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return advance
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     step=state_steps(),
     width=st.integers(2, 4),
@@ -45,6 +46,19 @@ def test_any_step_equals_token_by_token(
         step.arena(C, width - 1),
         lambda states, table: conv(x, weight, bias, activation, states, table),
         make_advance(x, weight, bias, activation),
+        1e-5,
+    )
+
+
+def test_long_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_module, "CPU_BLOCK_BYTES", 4 * C * 5)
+    step = step_of([31, 1, 2, 40], cuts=[[7], [], [], []])
+    x, weight = torch.randn(step.num_tokens, C), torch.randn(C, 4)
+    check_step(
+        step,
+        step.arena(C, 3),
+        lambda states, table: conv(x, weight, None, None, states, table),
+        make_advance(x, weight, None, None),
         1e-5,
     )
 

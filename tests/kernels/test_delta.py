@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridkv.kernels import resident
+from hybridkv.kernels import chunks, resident
 from hybridkv.kernels.delta import gated_delta, kimi_delta
 from hybridkv.kernels.segments import SegmentTable
 from tests.kernels.states import Advance, StateStep, check_step, state_steps, step_of
@@ -60,7 +60,7 @@ def check(step: StateStep, inputs: Inputs, l2norm: bool = True, tolerance: float
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(step=state_steps(), log_decay=st.sampled_from([1e-4, 1.0, 50.0]), l2norm=st.booleans())
 def test_any_step_equals_token_by_token(channels: bool, step: StateStep, log_decay: float, l2norm: bool) -> None:
     inputs = make_inputs(step.num_tokens, channels, log_decay)
@@ -70,7 +70,9 @@ def test_any_step_equals_token_by_token(channels: bool, step: StateStep, log_dec
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
-def test_spans_of_many_chunks(channels: bool) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 3000, 1 << 30])
+def test_spans_of_many_chunks(channels: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CPU_BLOCK_BYTES", block_bytes)
     step = step_of(
         [200, 1, 64, 130, 3], [[64, 100, 101], [], [], [128], [1, 2]], ["null", "own", "own", "fresh", "null"]
     )

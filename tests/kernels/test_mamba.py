@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkv.kernels import resident
+from hybridkv.kernels import chunks, resident
 from hybridkv.kernels.mamba import mamba1, mamba2
 from hybridkv.kernels.segments import SegmentTable
 from tests.kernels.states import Advance, StateStep, check_step, state_steps, step_of
@@ -68,7 +68,7 @@ def make_advance1(inputs: Inputs, d: Tensor, dt_bias: Tensor, z: Tensor | None) 
     return advance
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(step=state_steps(), decay=st.sampled_from([1e-4, 1.0, 50.0]), d_width=st.sampled_from([1, P]))
 def test_any_step_of_mamba2_equals_token_by_token(step: StateStep, decay: float, d_width: int) -> None:
     inputs = make_inputs(step.num_tokens, decay)
@@ -84,7 +84,7 @@ def test_any_step_of_mamba2_equals_token_by_token(step: StateStep, decay: float,
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(step=state_steps(), decay=st.sampled_from([1e-4, 1.0, 50.0]), has_z=st.booleans())
 def test_any_step_of_mamba1_equals_token_by_token(step: StateStep, decay: float, has_z: bool) -> None:
     inputs = make_inputs1(step.num_tokens, decay)
@@ -109,6 +109,7 @@ def run_plainly(inputs: Inputs) -> Callable[[Tensor, SegmentTable], Tensor]:
 @pytest.mark.parametrize("min_bytes", [0, 1 << 30], ids=["one by one", "together"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spans_of_many_chunks(kernel: str, min_bytes: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CPU_BLOCK_BYTES", 1 if min_bytes else 3000)
     monkeypatch.setattr(resident, "MIN_BYTES_ONE_BY_ONE", min_bytes)
     step = step_of([200, 1, 64, 130, 1], [[64, 100, 101], [], [], [128], []], ["null", "own", "own", "fresh", "shared"])
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
