@@ -1,0 +1,52 @@
+"""Where the time of a call goes, by kind of operation, from torch's profiler. The same for every peer.
+
+Only the calling thread is looked at: the time of a parallel operation is the time it held that thread. What no
+operation accounts for is Python: the scheduler, the cache's books, the model's own code, dispatch. The profiler costs a
+few microseconds an operation, so code of many small operations looks slower here than it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+KINDS = (
+    ("states", ("gated_delta", "gdn", "recurrent", "scan", "chunk_", "conv1d", "convolution")),
+    ("attention", ("attention", "flash", "sdpa", "reshape_and_cache", "softmax")),
+    ("experts", ("expert", "moe", "grouped_mm", "topk", "bincount", "histc")),
+    ("matmul", ("::linear", "::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "einsum", "onednn", "gemm", "mkldnn")),
+    (
+        "copy and gather",
+        ("copy", "index", "gather", "scatter", "::cat", "clone", "embedding", "select", "slice", "fill"),
+    ),
+    ("pointwise", ("::",)),
+)
+"""First match wins, by a part of the operation's name."""
+
+
+def kind_of(operation: str) -> str:
+    name = operation.lower()
+    return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other")
+
+
+def breakdown(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
+    """Shares of the wall time by kind, and the operations that took most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        begin = time.perf_counter()
+        call()
+        wall_s = time.perf_counter() - begin
+    operations = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in operations:
+        seconds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    seconds["Python"] = max(0.0, wall_s - sum(seconds.values()))
+    return {
+        "wall_s": wall_s,
+        "shares": {kind: s / wall_s for kind, s in sorted(seconds.items(), key=lambda item: -item[1])},
+        "operations": sum(e.count for e in operations),
+        "top": [(e.key, e.count, e.self_cpu_time_total / 1e6) for e in operations[:top]],
+    }
