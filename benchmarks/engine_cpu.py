@@ -46,6 +46,7 @@ class Figures(NamedTuple):
     cached_tokens: float
     prompt_tokens: float
     wall_s: float
+    cpu_s: float
     other_cores: float
 
 
@@ -64,6 +65,7 @@ def figures(played: dict[str, Any]) -> Figures:
         cached_tokens=sum(r["cached_tokens"] for r in requests),
         prompt_tokens=prompt_tokens,
         wall_s=wall_s,
+        cpu_s=played["cpu_s"],
         other_cores=played["other_cores"],
     )
 
@@ -151,7 +153,18 @@ def run_model(name: str, scratch: Path, args: argparse.Namespace, console: Conso
 def tabulate(name: str, measured: dict[str, Any], args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """A table of one model, and the same as records."""
     table = Table(title=name, title_justify="left")
-    columns = ["workload", "peer", "output tok/s", "total tok/s", "TTFT ms mean", "p50", "p95", "cached", "wall s"]
+    columns = [
+        "workload",
+        "peer",
+        "output tok/s",
+        "total tok/s",
+        "TTFT ms mean",
+        "p50",
+        "p95",
+        "cached",
+        "wall s",
+        "CPU s",
+    ]
     rivals = [peer for peer in ("stock", "vllm") if measured["results"].get(peer)]
     for column in [*columns, *(f"x {rival}" for rival in rivals), "= stock", "others"]:
         table.add_column(column, justify="left" if column in columns[:2] else "right")
@@ -170,6 +183,7 @@ def tabulate(name: str, measured: dict[str, Any], args: argparse.Namespace, cons
                 *(f"{s * 1000:.0f}" for s in (f.ttft_mean_s, f.ttft_p50_s, f.ttft_p95_s)),
                 f"{f.cached_tokens:.0f} of {f.prompt_tokens:.0f}",
                 f"{f.wall_s:.2f}",
+                f"{f.cpu_s:.2f}",
                 *(f"{ratio:.2f}" for ratio in ratios.values()),
                 "" if same is None else f"{same:.0%}",
                 f"{f.other_cores:.1f}",

@@ -134,7 +134,9 @@ def build(name: str, directory: Path, dtype: str) -> int:
     """Write one checkpoint and return its number of parameters. The weights depend on the shape and the seed alone."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     config = SHAPES[name].config()
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
