@@ -109,6 +109,7 @@ def run_peer(peer: str, model_dir: Path, workloads: Path, args: argparse.Namespa
     out.unlink(missing_ok=True)
     command = [python, str(HERE / "engine_peers.py"), f"--{peer}", str(model_dir), str(workloads), str(out)]
     command += ["--dtype", args.dtype, "--threads", str(args.threads)] + ["--profile"] * args.profile
+    command += ["--options", {"ours": args.ours_options, "vllm": args.vllm_options}.get(peer, "{}")]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "LD_PRELOAD": args.preload}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, env=environment)
@@ -229,6 +230,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="play everything once more under torch's profiler")
+    parser.add_argument("--ours-options", default="{}", help="more arguments of our Engine, as JSON")
+    parser.add_argument(
+        "--vllm-options", default="{}", help='of vLLM\'s EngineArgs; {"enforce_eager": true} starts sooner'
+    )
     parser.add_argument("--preload", help="LD_PRELOAD of every peer; default: Intel's OpenMP of vLLM's environment")
     parser.add_argument("--timeout-s", type=float, default=900, help="for one peer on one model")
     parser.add_argument("--error-lines", type=int, default=5)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from engine_profile import breakdown
+from engine_profile import CpuTime, breakdown
 from engine_workloads import Histories, Workload, load, other_tokens, warm_up
 
 MEMORY_GIB = 2  # for the caches of the engines that have one
@@ -195,31 +195,6 @@ class Vllm(Peer):
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-
-
-class CpuTime(NamedTuple):
-    """The machine's clocks at one instant. What others burnt in between is how far a measurement can be trusted."""
-
-    wall_s: float
-    machine_s: float
-    own_s: float
-
-    @classmethod
-    def now(cls) -> CpuTime:
-        times = os.times()
-        own_s = times.user + times.system + times.children_user + times.children_system
-        try:
-            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        except OSError:  # not a Linux: nothing is known of the others
-            return cls(time.perf_counter(), own_s, own_s)
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-        busy = user + nice + system + irq + softirq + steal
-        return cls(time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own_s)
-
-    def other_cores(self, before: CpuTime) -> float:
-        """The cores others kept busy since `before`, on average."""
-        others_s = (self.machine_s - before.machine_s) - (self.own_s - before.own_s)
-        return max(0.0, others_s / max(1e-9, self.wall_s - before.wall_s))
 
 
 PEERS: dict[str, type[Peer]] = {"ours": Ours, "stock": Stock, "vllm": Vllm}

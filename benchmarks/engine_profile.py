@@ -7,10 +7,12 @@ few microseconds an operation, so code of many small operations looks slower her
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 KINDS = (
     ("states", ("gated_delta", "gdn", "recurrent", "scan", "chunk_", "conv1d", "convolution")),
@@ -50,3 +52,28 @@ def breakdown(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
         "operations": sum(e.count for e in operations),
         "top": [(e.key, e.count, e.self_cpu_time_total / 1e6) for e in operations[:top]],
     }
+
+
+class CpuTime(NamedTuple):
+    """The machine's clocks at one instant. What others burnt in between is how far a measurement can be trusted."""
+
+    wall_s: float
+    machine_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> CpuTime:
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:  # not a Linux: nothing is known of the others
+            return cls(time.perf_counter(), own_s, own_s)
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+        busy = user + nice + system + irq + softirq + steal
+        return cls(time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own_s)
+
+    def other_cores(self, before: CpuTime) -> float:
+        """The cores others kept busy since `before`, on average."""
+        others_s = (self.machine_s - before.machine_s) - (self.own_s - before.own_s)
+        return max(0.0, others_s / max(1e-9, self.wall_s - before.wall_s))
