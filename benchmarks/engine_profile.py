@@ -18,11 +18,27 @@ KINDS = (
     ("states", ("gated_delta", "gdn", "recurrent", "scan", "chunk_", "conv1d", "convolution")),
     ("attention", ("attention", "flash", "sdpa", "reshape_and_cache", "softmax")),
     ("experts", ("expert", "moe", "grouped_mm", "topk", "bincount", "histc")),
-    ("matmul", ("::linear", "::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "einsum", "onednn", "gemm", "mkldnn")),
+    (
+        "matmul",
+        (
+            "::linear",
+            "::mm",
+            "::addmm",
+            "::bmm",
+            "::baddbmm",
+            "::matmul",
+            "einsum",
+            "packed_linear",
+            "onednn",
+            "gemm",
+            "mkldnn",
+        ),
+    ),
     (
         "copy and gather",
         ("copy", "index", "gather", "scatter", "::cat", "clone", "embedding", "select", "slice", "fill"),
     ),
+    ("compiled", ("compiledfxgraph", "torch-compiled")),
     ("pointwise", ("::",)),
 )
 """First match wins, by a part of the operation's name."""
