@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-replay clean
+.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-engine bench-replay clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ bench: setup ## Benchmarks that need nothing else; each prints one JSON line las
 
 bench-core: setup-vllm ## The cache core against vLLM's KVCacheManager
 	$(VLLM_BIN)/python benchmarks/cache_core.py
+
+bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM, on CPU: ARGS=--quick for a short one
+	$(BIN)/python benchmarks/engine_cpu.py $(ARGS)
 
 bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
 	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }
