@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Driver:
     ) -> None:
         self.model = model
         self.tolerance = tolerance
-        loaded = load(model, device=device)
+        loaded = load(copy.deepcopy(model), device=device)  # the model itself stays stock: it is the oracle
         plan = make_plan(loaded.spec, PlanOptions(memory_bytes, **options))
         self.layout = CacheLayout.from_plan(plan)
         self.memory = Memory(plan, self.layout, loaded.device)

@@ -16,7 +16,7 @@ from hybridkv import Engine, SamplingParams
 from hybridkv.engine import EngineError
 from hybridkv.errors import ConfigError, HybridKVError, RequestError
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine.zoo import build, make, prompt
+from tests.engine.zoo import fresh, make, prompt
 from tests.tiny import tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -207,7 +207,7 @@ def test_chats_that_cannot_be_rendered(engine: Engine) -> None:
 
 
 def test_a_model_in_memory_needs_no_tokenizer() -> None:
-    with Engine(build("llama"), memory="4MiB", device="cpu") as engine:
+    with Engine(fresh("llama"), memory="4MiB", device="cpu") as engine:
         assert engine.generate([5, 6, 7], GREEDY, progress=False)[0].text == ""
         with pytest.raises(RequestError, match="no tokenizer"):
             engine.generate("text", GREEDY, progress=False)
@@ -216,7 +216,7 @@ def test_a_model_in_memory_needs_no_tokenizer() -> None:
 
 
 def test_a_closed_engine_says_so() -> None:
-    engine = Engine(build("llama"), memory="4MiB", device="cpu")
+    engine = Engine(fresh("llama"), memory="4MiB", device="cpu")
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
@@ -225,7 +225,7 @@ def test_a_closed_engine_says_so() -> None:
 
 def test_a_bug_in_the_engine_reaches_everyone_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    engine = Engine(build("llama"), memory="4MiB", device="cpu")
+    engine = Engine(fresh("llama"), memory="4MiB", device="cpu")
 
     def broken() -> None:
         raise AssertionError("books are wrong")
@@ -243,11 +243,11 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HybridKVError, match=r"'gemma2'.*does not run: it runs bamba"):
         Engine(make(tiny_config("gemma2")))
     with pytest.raises(HybridKVError, match="too little"):
-        Engine(build("llama"), memory=1000)
+        Engine(fresh("llama"), memory=1000)
     with pytest.raises(HybridKVError, match="max_running"):
-        Engine(build("llama"), max_step_tokens=10, max_running=20)
+        Engine(fresh("llama"), max_step_tokens=10, max_running=20)
     with pytest.raises(HybridKVError, match="unknown device"):
-        Engine(build("llama"), device="abacus")
+        Engine(fresh("llama"), device="abacus")
 
 
 def test_names_are_found_when_used() -> None:

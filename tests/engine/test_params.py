@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -138,8 +136,3 @@ def test_tokens_the_model_does_not_have_are_refused() -> None:
         SamplingParams(logit_bias={10: 1}).check_vocab(10)
     with pytest.raises(RequestError, match="stop_token_ids is 10"):
         SamplingParams(stop_token_ids=[10]).check_vocab(10)
-
-
-def test_parameters_and_rows_come_without_torch() -> None:
-    code = "import sys, hybridkv.engine.rows, hybridkv.engine.text; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ from hybridkv.engine.seams import ATTENTION, PagedCache, frame
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
 from hybridkv.errors import HybridKVError
 from tests.engine.drive import Driver
-from tests.engine.zoo import FAMILIES, build, oracle_logits, prompt
+from tests.engine.zoo import FAMILIES, build, fresh, oracle_logits, prompt
 
 NAMES = {
     "qwen3_next": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
@@ -94,7 +94,7 @@ def _after(source: str, owner: str) -> list[str]:
 
 
 def test_our_attention_gets_no_mask() -> None:
-    attach(build("llama"))
+    attach(fresh("llama"))
     assert ATTENTION in AttentionInterface._global_mapping
     assert ATTENTION not in AttentionMaskInterface._global_mapping
 
@@ -115,7 +115,7 @@ def test_minimax_mixers_have_the_parts_we_use() -> None:
 
 
 def test_attaching_twice_patches_once() -> None:
-    model = build("qwen3_next")
+    model = fresh("qwen3_next")
     attach(model)
     once = modeling_file(model).causal_conv1d_fn
     attach(model)
@@ -126,7 +126,7 @@ def test_attaching_twice_patches_once() -> None:
 def test_stock_models_of_the_same_kind_are_not_affected(family: str) -> None:
     model = build(family, 1)
     before = oracle_logits(model, prompt(30, 77)).clone()
-    attach(build(family))
+    attach(fresh(family))
     import tests.engine.zoo as zoo
 
     zoo._logits.cache_clear()
@@ -134,7 +134,7 @@ def test_stock_models_of_the_same_kind_are_not_affected(family: str) -> None:
 
 
 def test_a_paged_model_outside_an_engine_says_so() -> None:
-    model = build("llama", 2)
+    model = fresh("llama", 2)
     attach(model)
     with pytest.raises(HybridKVError, match="outside an engine"):
         model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=PagedCache(), use_cache=False)

@@ -95,8 +95,6 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", experts=True),
 }
 
-_STOCK: dict[Any, Any] = {}  # a model that was handed out -> its twin, which never is
-
 
 def family_config(name: str, **overrides: Any) -> Any:
     """The config of a family's tiny model."""
@@ -115,10 +113,13 @@ def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
 
 @functools.cache
 def build(name: str, seed: int = 0) -> Any:
-    """The tiny model of a family: one a process, so leave its weights alone."""
-    model = make(family_config(name), seed, FAMILIES[name].branch_scale)
-    _STOCK[model] = copy.deepcopy(model)
-    return model
+    """The tiny model of a family: one a process, so leave it as it is. Engines get a copy: see `fresh`."""
+    return make(family_config(name), seed, FAMILIES[name].branch_scale)
+
+
+def fresh(name: str, seed: int = 0) -> Any:
+    """A copy that may be changed, such as by an engine, which takes a model's attention over."""
+    return copy.deepcopy(build(name, seed))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -134,8 +135,5 @@ def _logits(stock: Any, tokens: tuple[int, ...]) -> Any:
 
 
 def oracle_logits(model: Any, token_ids: Sequence[int]) -> Any:
-    """Logits [T, V] after each token, from the stock model that runs this request alone in one pass.
-
-    For a model of `build` a twin answers that nobody else has touched, whatever was done to the model since.
-    """
-    return _logits(_STOCK.get(model, model), tuple(token_ids))
+    """Logits [T, V] after each token, from the stock model that runs this request alone in one pass."""
+    return _logits(model, tuple(token_ids))
