@@ -76,6 +76,7 @@ class TokenTable:
     host_pages: list[Ints]
     """Of each span: the pages of its visible blocks."""
     bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    columns: dict[tuple[torch.dtype, Tile], torch.Tensor] = field(default_factory=dict)
     buffers: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, num_pages: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -155,6 +156,14 @@ class TokenTable:
             return None
         if dtype not in self.bands:
             self.bands[dtype] = self._make_band(dtype)
+        if self.device.type == "cpu":
+            return self._columns(tile, dtype)
+        key = (dtype, tile)
+        if key not in self.columns:  # GPU kernels read aligned rows: they need a copy
+            self.columns[key] = self._columns(tile, dtype).contiguous()
+        return self.columns[key]
+
+    def _columns(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         band = self.bands[dtype]
         zero = band.shape[1] - band.shape[0]
         return band[: tile.end - tile.start, zero + tile.first - tile.start : zero + tile.end - tile.start]
