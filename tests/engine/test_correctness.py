@@ -148,8 +148,9 @@ def random_request(chance: random.Random, driver: Driver) -> tuple[list[int], Sa
         tokens = prompt(80, chance.randrange(2))[: chance.randrange(10, 80)] + prompt(9, chance.randrange(99))
     else:
         tokens = prompt(chance.randrange(1, 90), chance.randrange(99))
-    n = 3 if chance.random() < 0.15 else 1
-    return tokens, SamplingParams(temperature=1.0, max_tokens=chance.randrange(1, 18), n=n, ignore_eos=True)
+    if chance.random() < 0.15:
+        return tokens, SamplingParams(max_tokens=chance.randrange(1, 18), n=3, seed=0, ignore_eos=True)
+    return tokens, replace(GREEDY, max_tokens=chance.randrange(1, 18))
 
 
 @pytest.mark.parametrize("family", HAVE_STATES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -182,3 +183,16 @@ def test_a_window_reads_only_its_own_pages() -> None:
     table = make_step([(4000, 4001), (3000, 3100)], 16, window=100).table()
     assert table.buckets[0].pages.numel() <= 100 // 16 + 2
     assert table.long_spans[0].pages.numel() <= 200 // 16 + 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_queries", [1, 2, 63, 64, 65, 66, 127, 128, 129, 193])
+def test_masked_attention_on_a_gpu_is_right_for_any_number_of_queries(num_queries: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_queries)
+    query, key, value = (torch.randn(2, 2, n, 24, generator=generator) for n in (num_queries, 200, 200))
+    mask = torch.zeros(num_queries, 200).masked_fill_(torch.ones(num_queries, 200).triu(7).bool(), -math.inf)
+    expected = (query.double() @ key.double().mT * 0.2 + mask.double()).softmax(-1) @ value.double()
+    moved = [x.to("cuda", dtype) for x in (query, key, value, mask)]
+    found = softmax.dense_attention(*moved, False, softmax.Extras(0.2, None, None))
+    assert float((found.double().cpu() - expected).abs().max()) < (1e-5 if dtype == torch.float32 else 0.1)
