@@ -193,6 +193,6 @@ def test_masked_attention_on_a_gpu_is_right_for_any_number_of_queries(num_querie
     query, key, value = (torch.randn(2, 2, n, 24, generator=generator) for n in (num_queries, 200, 200))
     mask = torch.zeros(num_queries, 200).masked_fill_(torch.ones(num_queries, 200).triu(7).bool(), -math.inf)
     expected = (query.double() @ key.double().mT * 0.2 + mask.double()).softmax(-1) @ value.double()
-    moved = [x.to("cuda", dtype) for x in (query, key, value, mask)]
-    found = softmax.dense_attention(*moved, False, softmax.Extras(0.2, None, None))
+    query, key, value, mask = (x.to("cuda", dtype) for x in (query, key, value, mask))
+    found = softmax.dense_attention(query, key, value, mask, False, softmax.Extras(0.2, None, None))
     assert float((found.double().cpu() - expected).abs().max()) < (1e-5 if dtype == torch.float32 else 0.1)
