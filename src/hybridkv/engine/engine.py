@@ -19,6 +19,7 @@ from hybridkv.cache import DEFAULT_POLICY, Cache, CacheLayout
 from hybridkv.cache.tokens import pack_tokens
 from hybridkv.engine.chat import Message, Prompt, render_chat
 from hybridkv.engine.core import EngineCore
+from hybridkv.engine.host import keep_freed_memory
 from hybridkv.engine.loading import LoadedModel, load
 from hybridkv.engine.loop import EngineError, EngineLoop
 from hybridkv.engine.params import SamplingParams
@@ -76,6 +77,8 @@ class Engine:
             tokenizer=tokenizer,
             trust_remote_code=trust_remote_code,
         )
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
         step_tokens = max_step_tokens or _STEP_TOKENS.get(loaded.device.type, _STEP_TOKENS["cpu"])
         if not 1 <= max_running <= step_tokens:
             raise HybridKVError(

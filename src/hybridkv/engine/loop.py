@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from hybridkv.engine.core import EngineCore
+from hybridkv.engine.host import flush_denormals
 from hybridkv.engine.results import Update
 from hybridkv.errors import HybridKVError
 
@@ -78,6 +79,7 @@ class EngineLoop:
             raise EngineError("the engine is closed: start a new one")
 
     def _run(self) -> None:
+        flush_denormals()
         try:
             while self._take_in():
                 self._deliver(self._core.step())
