@@ -20,7 +20,7 @@ from hybridkv.cache.tokens import pack_tokens
 from hybridkv.engine.chat import Message, Prompt, render_chat
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.loading import LoadedModel, load
-from hybridkv.engine.loop import EngineError, EngineLoop
+from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import Runner
@@ -109,9 +109,11 @@ class Engine:
         chosen = _one_each(params, len(requests))
         for prompt, one in zip(requests, chosen, strict=True):
             self.core.check(prompt.token_ids, one)
-        news: queue.SimpleQueue[Update | EngineError] = queue.SimpleQueue()
-        ids = [self._submit(prompt, one, salt, news.put) for prompt, one in zip(requests, chosen, strict=True)]
+        news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
+        ids: list[str] = []
         try:
+            for prompt, one in zip(requests, chosen, strict=True):
+                ids.append(self._submit(prompt, one, salt, news.put))
             results = _collect(news, len(ids), progress)
         except BaseException:
             for request_id in ids:
@@ -127,9 +129,9 @@ class Engine:
         chosen = params or SamplingParams()
         self.core.check(ready.token_ids, chosen)
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Update | EngineError] = asyncio.Queue()
+        news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
 
-        def sink(update: Update | EngineError) -> None:
+        def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
         request_id = self._submit(ready, chosen, salt, sink)
@@ -137,7 +139,7 @@ class Engine:
         try:
             while not done:
                 update = await news.get()
-                if isinstance(update, EngineError):
+                if isinstance(update, HybridKVError):
                     raise update
                 done = update.result is not None
                 yield update
@@ -231,7 +233,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return params
 
 
-def _collect(news: queue.SimpleQueue[Update | EngineError], count: int, progress: bool) -> dict[str, Result]:
+def _collect(news: queue.SimpleQueue[Update | HybridKVError], count: int, progress: bool) -> dict[str, Result]:
     """Wait for all results; tell how far things are."""
     results: dict[str, Result] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -239,7 +241,7 @@ def _collect(news: queue.SimpleQueue[Update | EngineError], count: int, progress
         task, num_tokens = bar.add_task("Generating", total=count, tokens=0), 0
         while len(results) < count:
             update = news.get()
-            if isinstance(update, EngineError):
+            if isinstance(update, HybridKVError):
                 raise update
             num_tokens += len(update.token_ids)
             if update.result is not None:
