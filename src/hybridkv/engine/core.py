@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, could_fit
-from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
+from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
@@ -77,6 +77,10 @@ class EngineCore:
         """Queue a request, or refuse it at once if it can never be served."""
         packed = pack_tokens(prompt)
         self.check(packed, params)
+        try:
+            root_key(salt, extra_keys)
+        except (AttributeError, TypeError, UnicodeEncodeError):
+            raise RequestError("a salt or an extra key that is no text: pass strings of whole characters") from None
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
