@@ -1,9 +1,12 @@
-"""Edges: arenas that are full to the last page, steps that fail where they failed before, threads that come too late."""
+"""Edges: full arenas, steps that fail where they failed before, threads that come too late, input that is no input."""
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from hybridkv import Engine, SamplingParams
 from hybridkv.cache import could_fit
 from hybridkv.engine import EngineError
 from hybridkv.engine.loop import EngineLoop
-from hybridkv.errors import RequestError
+from hybridkv.errors import ConfigError, HybridKVError, RequestError
+from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drive import GREEDY, Driver, memory_for
 from tests.engine.zoo import build, fresh, prompt
 
@@ -250,3 +254,65 @@ def test_whoever_comes_in_gets_an_answer_although_the_engine_closes() -> None:
             thread.join(10)
         assert len(ended) == 4
         assert set(ended) <= {"closed", "abort"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def broken_copy(checkpoint: Path, directory: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The checkpoint with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, directory)
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "whole")
+    name = "model.layers.0.mlp.down_proj.weight"
+    lacking = broken_copy(tmp_path / "whole", tmp_path / "lacking", lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=f"lacks 1 weights, such as {name}"):
+        Engine(lacking, memory="4MiB", device="cpu")
+    cut = broken_copy(
+        tmp_path / "whole", tmp_path / "cut", lambda weights: weights.update({name: weights[name][:3].contiguous()})
+    )
+    with pytest.raises(ConfigError, match="cannot load"):
+        Engine(cut, memory="4MiB", device="cpu")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match="cannot load"):
+        Engine(cut, memory="4MiB", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "option", [{"kv_dtype": "int8"}, {"state_dtype": "int8"}, {"device": "meta"}, {"max_length": -3}]
+)
+def test_options_that_would_serve_nonsense_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(HybridKVError, match=str(next(iter(option.values())))):
+        Engine(fresh("qwen3_next"), **{"memory": "4MiB", "device": "cpu", **option})
+
+
+@pytest.mark.parametrize("bad", [None, 5, [5.0, 6.0], iter([5])])
+def test_prompts_of_no_known_kind_are_refused(bad: Any) -> None:
+    with (
+        Engine(fresh("llama"), memory="4MiB", device="cpu") as engine,
+        pytest.raises(RequestError, match="of type (NoneType|int|float|list_iterator)"),
+    ):
+        engine.generate(bad, GREEDY, progress=False)
+
+
+@pytest.mark.parametrize("salt", [None, "\ud800"])
+def test_a_salt_that_is_no_text_is_refused_and_the_engine_lives(salt: Any) -> None:
+    with Engine(fresh("llama"), memory="4MiB", device="cpu") as engine:
+        with pytest.raises(RequestError, match="salt"):
+            engine.generate([5, 6], GREEDY, salt=salt, progress=False)
+        assert len(engine.generate([5, 6], GREEDY, progress=False)) == 1
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    with Engine(tmp_path, memory="4MiB", device="cpu") as engine, pytest.raises(RequestError, match="UTF-8"):
+        engine.generate(b"caf\xe9".decode(errors="surrogateescape"), GREEDY, progress=False)

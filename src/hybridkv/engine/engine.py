@@ -82,6 +82,8 @@ class Engine:
                 f"max_running {max_running}: each running sample needs a token of a step's {step_tokens}; "
                 f"choose 1 to {step_tokens}, or raise max_step_tokens"
             )
+        if max_length is not None and max_length < 2:
+            raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
         self.plan = make_plan(loaded.spec, PlanOptions(nbytes, block_tokens, attn_pack_size))
         self.model_name = loaded.spec.name
         self.tokenizer = loaded.tokenizer
@@ -178,8 +180,15 @@ class Engine:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
-            return Prompt(self._need_tokenizer().encode(prompt))
-        return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
+            tokenizer = self._need_tokenizer()
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise RequestError("the prompt has bytes that are no text: it must be UTF-8")
+            return Prompt(tokenizer.encode(prompt))
+        try:
+            return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
+        except TypeError:
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt") from None
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -220,6 +229,8 @@ def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt, or several? A list of numbers is one."""
     if isinstance(prompts, (str, Prompt)):
         return [prompts]
+    if not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts of type {type(prompts).__name__}: pass a text, token ids, or a list of those")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
