@@ -299,7 +299,7 @@ def test_options_that_would_serve_nonsense_are_refused(option: dict[str, Any]) -
 def test_prompts_of_no_known_kind_are_refused(bad: Any) -> None:
     with (
         Engine(fresh("llama"), memory="4MiB", device="cpu") as engine,
-        pytest.raises(RequestError, match="of type (NoneType|int|float|list_iterator)"),
+        pytest.raises(RequestError, match=r"of type (NoneType|int|float|list_iterator)"),
     ):
         engine.generate(bad, GREEDY, progress=False)
 

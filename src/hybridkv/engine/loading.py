@@ -87,10 +87,9 @@ def choose_device(device: str) -> torch.device:
         raise HybridKVError(f"unknown device {device!r}: write cpu, cuda, cuda:1 or auto") from None
     if chosen.type not in ("cpu", "cuda"):
         raise HybridKVError(f"device {device!r}: models run on cpu or cuda; write one of them, or auto")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise HybridKVError(
-            f"device {device!r}: this machine has {torch.cuda.device_count()} usable GPUs; or write cpu"
-        )
+    num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
+        raise HybridKVError(f"device {device!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
     return chosen
 
 
