@@ -131,7 +131,7 @@ def test_a_forward_pass_that_fails_once_is_tried_again(monkeypatch: pytest.Monke
     driver.core.step()
     driver.cache.check_integrity()
     results = driver.run()
-    assert all(result.finish_reason == "length" for result in results.values())
+    assert {name: result.finish_reason for name, result in results.items()} == {"a": "length", "b": "length"}
 
 
 def test_a_forward_pass_that_always_fails_ends_in_errors_not_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom, StepTables
@@ -10,13 +12,14 @@ from hybridkv.cache.lease import Lease, NoRoom, StepTables
 def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoRoom:
     """Extend by `num_tokens`, or half of that, and so on; for a lease that is alone in the arena.
 
-    Where it stands may be what takes the room: what it resumed from is held until its first step. Then it goes back.
+    Where it stands may be what takes the room: the tail it resumed from is held until its first step. Then it goes
+    back; but only then: what it has computed since would have to be computed again, and end at the same place.
     """
     while True:
         most = min(num_tokens, lease.num_tokens - lease.computed)
         while isinstance(step := cache.extend(lease, most), NoRoom) and most > 1:
             most //= 2
-        if not isinstance(step, NoRoom) or not lease.computed:
+        if not isinstance(step, NoRoom) or lease.tail is None:
             return step
         cache.rollback(lease, lease.computed - 1)
 
@@ -34,5 +37,10 @@ def could_fit(layout: CacheLayout, num_tokens: int) -> bool:
 def _held_pages(group: CacheGroup, num_tokens: int, block_tokens: int) -> int:
     if group.role is Role.STATE:
         return group.pages_per_state
-    seen = num_tokens - group.first_visible(num_tokens)
-    return -(-seen // block_tokens)
+    blocks = -(-num_tokens // block_tokens)
+    span = group.window or group.chunk
+    if span is None:
+        return blocks
+    # What a token sees may begin inside a block and end inside another: windows begin anywhere, chunks at multiples.
+    worst_start = block_tokens - (gcd(group.chunk, block_tokens) if group.chunk else 1)
+    return min(blocks, (worst_start + span - 1) // block_tokens + 1)

@@ -115,7 +115,13 @@ def _report(result: Result) -> dict[str, Any]:
         "prompt_tokens": len(result.prompt_token_ids),
         "cached_tokens": result.cached_tokens,
         "completions": [
-            {"index": one.index, "text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+            {
+                "index": one.index,
+                "text": one.text,
+                "token_ids": one.token_ids,
+                "finish_reason": one.finish_reason,
+                "error": one.error,
+            }
             for one in result.completions
         ],
         "metrics": {

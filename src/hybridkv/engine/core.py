@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, could_fit
-from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
+from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
@@ -77,14 +77,18 @@ class EngineCore:
         """Queue a request, or refuse it at once if it can never be served."""
         packed = pack_tokens(prompt)
         self.check(packed, params)
+        try:
+            root_key(salt, extra_keys)
+        except (AttributeError, TypeError, UnicodeEncodeError):
+            raise RequestError("a salt or an extra key that is no text: pass strings of whole characters") from None
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
         request = Request(
             request_id, self._arrivals, packed, params, salt=salt, extra_keys=extra_keys, breakpoints=breakpoints
         )
-        self._requests[request_id] = request
         self.scheduler.add(self._new_sample(request, 0))
+        self._requests[request_id] = request
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request now; unknown ids have ended already."""
@@ -97,7 +101,7 @@ class EngineCore:
         """Compute the next tokens of everyone who gets some; returns what is new."""
         with self._timed("schedule"):
             scheduled, stuck = self.scheduler.schedule()
-        updates = [self._end(sample, "error") for sample in stuck]
+        updates = [self._give_up(sample) for sample in stuck]
         if not scheduled:
             return updates
         self.steps += 1
@@ -147,7 +151,8 @@ class EngineCore:
         for sample, tables in scheduled:
             lease = sample.lease
             assert lease is not None
-            sample.failures = 0
+            if tables.end >= sample.failed_at:  # before that it only does again what had been done
+                sample.failures = sample.failed_at = 0
             if not _is_last(lease, tables.end):
                 self.cache.commit(lease)
             elif sample.token_ids or sample.request.num_samples == 1:
@@ -166,13 +171,15 @@ class EngineCore:
         return [self._push(sample, sampled)]
 
     def _branch(self, first: Sample, lease: Lease, end: int, sampled: Sequence[Sampled]) -> list[Update]:
-        """The prompt is computed: n samples go on from here. Where there is no room for a twin, it waits its turn."""
+        """The prompt is computed: n samples go on from here. Those that there is no room for wait their turn."""
         if self.cache.commit(lease) < end:
             return []
         updates: list[Update] = []
         samples = first.request.samples
-        twins = self.cache.fork(lease, len(samples) - 1)
-        leases: list[Lease | None] = [lease, *([None] * (len(samples) - 1) if isinstance(twins, NoRoom) else twins)]
+        free = max(0, self.scheduler.max_running - len(self.scheduler.running))
+        twins = self.cache.fork(lease, min(free, len(samples) - 1))
+        leases: list[Lease | None] = [lease, *(() if isinstance(twins, NoRoom) else twins)]
+        leases += [None] * (len(samples) - len(leases))
         for sample, one, token in zip(samples, leases, sampled, strict=True):
             if sample is not first:
                 sample.lease = one
@@ -187,20 +194,25 @@ class EngineCore:
         return updates
 
     def _push(self, sample: Sample, sampled: Sampled) -> Update:
-        sample.push(sampled, self.max_length)
+        try:
+            sample.push(sampled, self.max_length)
+        except Exception as error:  # tokenizers are code of others, and only this sample's text is lost
+            sample.error = f"token {sampled.token} cannot become text: {type(error).__name__}: {error}"
+            sample.finish_reason = "error"
         return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
 
     def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:
         """The forward pass raised. Everyone goes back to the last kept state and tries again, but not forever."""
         updates: list[Update] = []
-        for sample, _ in scheduled:
+        for sample, tables in scheduled:
             assert sample.lease is not None
             self.cache.commit(sample.lease, failed=True)
             sample.failures += 1
+            sample.failed_at = max(sample.failed_at, tables.end)
         for sample, _ in scheduled:
             if sample.failures >= _MOST_FAILURES:
-                sample.error = f"the model failed: {type(error).__name__}: {error}"
-                updates += self._end_all(sample.request, "error")
+                reason = f"the model failed: {type(error).__name__}: {error}"
+                updates += self._end_all(sample.request, "error", reason)
         return updates
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -220,9 +232,19 @@ class EngineCore:
         request.samples.append(sample)
         return sample
 
-    def _end_all(self, request: Request, reason: str) -> list[Update]:
+    def _end_all(self, request: Request, reason: str, error: str | None = None) -> list[Update]:
         request.num_samples = len(request.samples)
-        return [self._end(sample, reason) for sample in request.samples if sample.finish_reason is None]
+        going = [sample for sample in request.samples if sample.finish_reason is None]
+        for sample in going:
+            sample.error = error
+        return [self._end(sample, reason) for sample in going]
+
+    def _give_up(self, sample: Sample) -> Update:
+        """There is no room for more, even alone. A reply that has begun without a limit has found one."""
+        if not sample.token_ids:
+            return self._end(sample, "error")
+        sample.error = None
+        return self._end(sample, "length")
 
     def _end(self, sample: Sample, reason: str) -> Update:
         if sample.finish_reason is None:

@@ -21,7 +21,7 @@ from hybridkv.engine.chat import Message, Prompt, render_chat
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import keep_freed_memory
 from hybridkv.engine.loading import LoadedModel, load
-from hybridkv.engine.loop import EngineError, EngineLoop
+from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import Runner
@@ -85,6 +85,8 @@ class Engine:
                 f"max_running {max_running}: each running sample needs a token of a step's {step_tokens}; "
                 f"choose 1 to {step_tokens}, or raise max_step_tokens"
             )
+        if max_length is not None and max_length < 2:
+            raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
         self.plan = make_plan(loaded.spec, PlanOptions(nbytes, block_tokens, attn_pack_size))
         self.model_name = loaded.spec.name
         self.tokenizer = loaded.tokenizer
@@ -112,9 +114,11 @@ class Engine:
         chosen = _one_each(params, len(requests))
         for prompt, one in zip(requests, chosen, strict=True):
             self.core.check(prompt.token_ids, one)
-        news: queue.SimpleQueue[Update | EngineError] = queue.SimpleQueue()
-        ids = [self._submit(prompt, one, salt, news.put) for prompt, one in zip(requests, chosen, strict=True)]
+        news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
+        ids: list[str] = []
         try:
+            for prompt, one in zip(requests, chosen, strict=True):
+                ids.append(self._submit(prompt, one, salt, news.put))
             results = _collect(news, len(ids), progress)
         except BaseException:
             for request_id in ids:
@@ -130,9 +134,9 @@ class Engine:
         chosen = params or SamplingParams()
         self.core.check(ready.token_ids, chosen)
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Update | EngineError] = asyncio.Queue()
+        news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
 
-        def sink(update: Update | EngineError) -> None:
+        def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
         request_id = self._submit(ready, chosen, salt, sink)
@@ -140,7 +144,7 @@ class Engine:
         try:
             while not done:
                 update = await news.get()
-                if isinstance(update, EngineError):
+                if isinstance(update, HybridKVError):
                     raise update
                 done = update.result is not None
                 yield update
@@ -179,8 +183,15 @@ class Engine:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
-            return Prompt(self._need_tokenizer().encode(prompt))
-        return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
+            tokenizer = self._need_tokenizer()
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise RequestError("the prompt has bytes that are no text: it must be UTF-8")
+            return Prompt(tokenizer.encode(prompt))
+        try:
+            return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
+        except TypeError:
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt") from None
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -221,6 +232,8 @@ def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt, or several? A list of numbers is one."""
     if isinstance(prompts, (str, Prompt)):
         return [prompts]
+    if not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts of type {type(prompts).__name__}: pass a text, token ids, or a list of those")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
@@ -234,7 +247,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return params
 
 
-def _collect(news: queue.SimpleQueue[Update | EngineError], count: int, progress: bool) -> dict[str, Result]:
+def _collect(news: queue.SimpleQueue[Update | HybridKVError], count: int, progress: bool) -> dict[str, Result]:
     """Wait for all results; tell how far things are."""
     results: dict[str, Result] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -242,7 +255,7 @@ def _collect(news: queue.SimpleQueue[Update | EngineError], count: int, progress
         task, num_tokens = bar.add_task("Generating", total=count, tokens=0), 0
         while len(results) < count:
             update = news.get()
-            if isinstance(update, EngineError):
+            if isinstance(update, HybridKVError):
                 raise update
             num_tokens += len(update.token_ids)
             if update.result is not None:

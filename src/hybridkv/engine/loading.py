@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.families import check_supported
@@ -59,8 +60,8 @@ def load(
     spec = read_config(
         _as_loaded(loaded),
         name=name,
-        kv_dtype=DType.parse(kv_dtype) if kv_dtype else None,
-        state_dtype=DType.parse(state_dtype) if state_dtype else None,
+        kv_dtype=_cache_dtype("kv_dtype", kv_dtype),
+        state_dtype=_cache_dtype("state_dtype", state_dtype),
         source=str(model) if isinstance(model, (str, Path)) else "a model in memory",
     )
     text = loaded.config.get_text_config(decoder=True)
@@ -84,9 +85,21 @@ def choose_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError:
         raise HybridKVError(f"unknown device {device!r}: write cpu, cuda, cuda:1 or auto") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise HybridKVError(f"device {device!r}: this machine has no usable GPU; write cpu or auto")
+    if chosen.type not in ("cpu", "cuda"):
+        raise HybridKVError(f"device {device!r}: models run on cpu or cuda; write one of them, or auto")
+    num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
+        raise HybridKVError(f"device {device!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
     return chosen
+
+
+def _cache_dtype(name: str, dtype: str | None) -> DType | None:
+    if dtype is None:
+        return None
+    parsed = DType.parse(dtype)
+    if not torch_dtype(parsed).is_floating_point:
+        raise HybridKVError(f"{name} {dtype!r}: what is cached would be cut to whole numbers; choose a floating type")
+    return parsed
 
 
 def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -94,16 +107,20 @@ def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrain
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _check_config(config, path)
-        return AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=wanted, trust_remote_code=trust_remote_code
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=wanted, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except HybridKVError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"cannot load {path!r}: {reason}; name a directory a transformers model was saved to"
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
+    return model
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:

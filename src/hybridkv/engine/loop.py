@@ -5,19 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import flush_denormals
 from hybridkv.engine.results import Update
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, RequestError
 
 
 class EngineError(HybridKVError):
     """The engine has stopped and serves nothing any more."""
 
 
-Sink = Callable[[Update | EngineError], None]
-"""Called on the engine's thread: must not wait."""
+Sink = Callable[[Update | HybridKVError], None]
+"""Called on the engine's thread: must not wait. After an error nothing more comes."""
 
 
 class EngineLoop:
@@ -29,25 +30,32 @@ class EngineLoop:
         self._sinks: dict[str, Sink] = {}
         self._failure: EngineError | None = None
         self._closed = False
+        self._door = threading.Lock()
+        """Held to come in, and to close: whoever is in will get an answer."""
         self._thread = threading.Thread(target=self._run, name="hybridkv-engine", daemon=True)
         self._thread.start()
 
     def add(self, request_id: str, sink: Sink, add: Callable[[], None]) -> None:
         """Queue a request: `add` runs on the engine's thread, then `sink` gets every update."""
-        self._check_alive()
 
         def start() -> None:
-            self._sinks[request_id] = sink
-            add()
+            try:
+                add()
+            except Exception as error:  # the others go on
+                self._sinks.pop(request_id, None)
+                refused = error if isinstance(error, HybridKVError) else RequestError(f"cannot be served: {error!r}")
+                _tell(sink, refused)
 
-        self._inbox.put(start)
+        with self._door:
+            self._check_alive()
+            self._sinks[request_id] = sink
+            self._inbox.put(start)
 
     def abort(self, request_id: str) -> None:
         self._inbox.put(lambda: self._deliver(self._core.abort(request_id)))
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a function between two steps, and wait for it."""
-        self._check_alive()
         done = threading.Event()
         failed: list[BaseException] = []
 
@@ -59,7 +67,9 @@ class EngineLoop:
             finally:
                 done.set()
 
-        self._inbox.put(run)
+        with self._door:
+            self._check_alive()
+            self._inbox.put(run)
         while not done.wait(timeout=1.0):
             self._check_alive()
         if failed:
@@ -67,10 +77,11 @@ class EngineLoop:
 
     def close(self) -> None:
         """After the present step. What has not ended is aborted."""
-        if not self._closed:
-            self._closed = True
-            self._inbox.put(None)
-            self._thread.join()
+        with self._door:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        self._thread.join()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -86,9 +97,10 @@ class EngineLoop:
             for request_id in list(self._sinks):
                 self._deliver(self._core.abort(request_id))
         except BaseException as error:  # a bug: nobody may wait for an answer that will not come
-            self._failure = EngineError(f"the engine has failed: {error!r}; start a new one")
+            with self._door:
+                self._failure = EngineError(f"the engine has failed: {error!r}; start a new one")
             for sink in self._sinks.values():
-                sink(self._failure)
+                _tell(sink, self._failure)
             raise
 
     def _take_in(self) -> bool:
@@ -114,3 +126,9 @@ class EngineLoop:
             except Exception:  # nobody listens any more, such as when an event loop was closed: others go on
                 self._sinks.pop(update.request_id, None)
                 self._core.abort(update.request_id)
+
+
+def _tell(sink: Sink, error: HybridKVError) -> None:
+    """One that does not listen any more, such as when an event loop was closed, keeps no other from being told."""
+    with suppress(Exception):
+        sink(error)

@@ -30,7 +30,9 @@ class Sample:
         self.has_followed = False
         self.preemptions = 0
         self.failures = 0
-        """Steps of it in a row that raised."""
+        """Steps of it that raised since it last got further."""
+        self.failed_at = 0
+        """The end of the furthest of them."""
         self.error: str | None = None
         self.finish_reason: str | None = None
         self.stop: int | str | None = None

@@ -62,7 +62,7 @@ class Scheduler:
             self.cache.release(lease)
 
     def schedule(self) -> tuple[list[Scheduled], list[Sample]]:
-        """Send off the next step: what is in it, and who can never go on, even alone."""
+        """Send off the next step: what is in it, and who can never go on, even alone. Each sample is in one at most."""
         step: list[Scheduled] = []
         stuck: list[Sample] = []
         for sample in [one for one in self.running if one.remaining == 1]:
@@ -70,7 +70,7 @@ class Scheduler:
         budget = self.max_step_tokens - len(step)
         self._admit(budget)
         for sample in [one for one in self.running if one.is_idle]:
-            if budget > 0 and sample.lease is not None:
+            if budget > 0 and sample.lease is not None and sample not in stuck:
                 budget -= self._send_off(sample, min(sample.remaining, budget), step, stuck)
         return step, stuck
 
