@@ -203,6 +203,25 @@ def test_siblings_wait_for_a_prefix_in_flight(mix: list[CacheGroup]) -> None:
     cache.cache.check_integrity()
 
 
+def test_who_computes_a_known_prefix_again_leads_those_who_lack_the_same_state() -> None:
+    """The first sibling left KV but no state where the others leave it. The second finds out; the others wait."""
+    cache = sim(FULL, STATE)
+    prompts = [tokens(560) + tokens(400, seed) for seed in range(1, 4)]
+    cache.serve(prompts[0])
+    stranger = cache.cache.begin(tokens(300, 99))
+    assert cache.cache.match(prompts[1]).leader is None
+    second = cache.cache.begin(prompts[1])
+    match = cache.cache.match(prompts[2])
+    assert (match.num_tokens, match.matched_tokens, match.leader, match.leader_tokens) == (0, 560, second, 560)
+    assert cache.cache.follow(match)
+    assert cache.compute(second, 600)
+    match = cache.cache.match(prompts[2])
+    assert match.num_tokens == 560
+    assert not cache.cache.follow(match)
+    cache.cache.abort(second)
+    cache.cache.abort(stranger)
+
+
 def test_a_leader_that_ends_early_leads_nobody() -> None:
     cache = sim(FULL, STATE)
     leader = cache.cache.begin(tokens(200))

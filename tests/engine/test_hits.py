@@ -79,3 +79,13 @@ def test_replay_and_engine_report_the_same_hits(family: str, tmp_path: Path) -> 
     report = replay(load_trace(path), layout, setting)
     assert report.hit_tokens == sum(hits)
     assert report.hit_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])
+def test_a_burst_after_a_first_sibling_computes_the_prefix_once_more_at_most(family: str) -> None:
+    """The first could not know where the others would leave it: one of them finds out, the others wait for it."""
+    with engine_of(family) as engine:
+        first, *burst = siblings(6)
+        engine.generate(first, BRIEF, progress=False)
+        cached = sorted(result.cached_tokens for result in engine.generate(burst, BRIEF, progress=False))
+        assert cached[1:] == [SHARED] * 4

@@ -89,10 +89,12 @@ class Cache:
         self, tokens: TokenIds, *, salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()
     ) -> Match:
         """What the index has for a prompt; nothing is touched."""
-        packed = pack_tokens(tokens)
+        packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
         limit = len(packed) // TOKEN_BYTES - 1
-        path, resume = self._leasing.find(root_key(salt, extra_keys), packed, limit, self._tap_groups(taps))
+        path, resume = self._leasing.find(key, packed, limit, self._tap_groups(taps))
         leader, leader_tokens = self._find_leader(path, packed, limit // self.block_tokens)
+        if leader is None and resume.matched_tokens > resume.position:
+            leader, leader_tokens = self._find_rebuilder(key, packed, limit // self.block_tokens, resume.position)
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
 
     def follow(self, match: Match) -> bool:
@@ -373,6 +375,19 @@ class Cache:
         ahead = leader.tokens[first * size : leader.prompt_tokens * TOKEN_BYTES]
         most = min(len(ahead) // size, max_blocks - first)
         return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
+
+    def _find_rebuilder(self, key: bytes, tokens: bytes, max_blocks: int, position: int) -> tuple[Lease | None, int]:
+        """A lease that computes a known prefix again, for want of a state: it can leave one where the two part."""
+        best, most, size = None, position, self.block_tokens * TOKEN_BYTES
+        for lease in self._keeper.leases.values():
+            if lease.computed < lease.prompt_tokens and lease.root_key == key and not (lease.is_pin or lease.aborted):
+                blocks = min(lease.prompt_tokens // self.block_tokens, max_blocks)
+                if not blocks or lease.tokens[:size] != tokens[:size]:
+                    continue
+                shared = common_blocks(lease.tokens, tokens, 0, blocks, size) * self.block_tokens
+                if shared > max(most, lease.computed):
+                    best, most = lease, shared
+        return best, most if best is not None else 0
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
         if not self._keeper.needs_checkpoints:

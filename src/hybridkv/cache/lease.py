@@ -234,6 +234,6 @@ class Match(NamedTuple):
     """Full-attention KV that matches, in whole blocks."""
     missing: str
     leader: Lease | None
-    """A running request that is computing more of the same prefix right now."""
+    """A running request that computes more of the same prefix right now, or the same again for want of a state."""
     leader_tokens: int
     """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""
