@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.families import check_supported
+from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.memory.memory import torch_dtype
@@ -57,6 +58,8 @@ def load(
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
         tokenizer = str(model) if tokenizer is None else tokenizer
     loaded = loaded.to(where).eval()
+    if not isinstance(model, PreTrainedModel) and can_pack(loaded):
+        pack_weights(loaded)
     spec = read_config(
         _as_loaded(loaded),
         name=name,

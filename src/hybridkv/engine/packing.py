@@ -1,0 +1,104 @@
+"""Weights of a CPU model in the layout its matrix units compute with.
+
+Plain bfloat16 weights are brought into that layout in every call: when few tokens are computed, as in decoding, that
+takes longer than the product itself. Done once, decoding is about half as long. Only for models that the engine loaded
+itself: their plain weights are let go.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_TYPICAL_TOKENS = 16
+"""A layout suits a number of rows best; others work, too. Few rows have most to gain."""
+
+_READ_ELSEWHERE = frozenset({"dt_proj"})
+"""Linear layers whose weights some mixer multiplies with by itself."""
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether there is anything to gain: bfloat16 on a CPU that computes in it."""
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_weights(model: PreTrainedModel) -> None:
+    """Pack linear layers and experts in place. The model can still be run, but no longer be saved."""
+    shared = {id(parameter) for parameter in _tied(model)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and name not in _READ_ELSEWHERE and id(child.weight) not in shared:
+                setattr(parent, name, PackedLinear(child))
+        if _are_plain_experts(parent):
+            parent.packed = [_pack_expert(parent, index) for index in range(parent.num_experts)]
+            parent.gate_up_proj = parent.down_proj = None
+            parent.forward = MethodType(_experts, parent)
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer whose weight only its own product can read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.packed = _pack(linear.weight)
+        self.weight = linear.weight.detach().new_empty(0)  # some models ask for its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, self.packed, self.bias)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    # weight: [out, in]
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TYPICAL_TOKENS)
+    return packed
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
+
+
+def _tied(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Weights that are somebody else's, too: embeddings are read row by row."""
+    return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _are_plain_experts(module: Any) -> bool:
+    """A stack of gated experts, as transformers keeps them: `[experts, out, in]`, without biases."""
+    return (
+        getattr(module, "has_gate", False)
+        and not module.has_bias
+        and not module.is_transposed
+        and not getattr(module, "has_post_expert_norm", False)
+        and isinstance(module.gate_up_proj, nn.Parameter)
+    )
+
+
+def _pack_expert(experts: Any, index: int) -> tuple[Tensor, Tensor]:
+    return _pack(experts.gate_up_proj[index]), _pack(experts.down_proj[index])
+
+
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each expert on its own tokens, one expert after the other. hidden_states: [N, D], top_k_*: [N, K] -> [N, D]"""
+    num_choices = top_k_index.shape[-1]
+    chosen, order = top_k_index.flatten().sort()
+    counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
+    rows = hidden_states.index_select(0, order // num_choices)
+    outputs = torch.empty_like(rows)
+    first = 0
+    for (up, down), count in zip(self.packed, counts, strict=True):
+        if count:
+            here = slice(first, first + count)
+            outputs[here] = _product(self._apply_gate(_product(rows[here], up)), down)
+            first += count
+    weighted = torch.empty_like(outputs)
+    weighted[order] = outputs
+    weighted = weighted.unflatten(0, (-1, num_choices)) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(1).to(hidden_states.dtype)
