@@ -193,7 +193,9 @@ def tabulate(name: str, measured: dict[str, Any], args: argparse.Namespace, cons
             record = {"model": name, "workload": workload, "peer": peer, **f._asdict(), "phases": phases(runs[peer])}
             speeds = [figures(p).output_tokens_per_s for p in runs[peer]]
             record |= {"output_tokens_per_s_range": [min(speeds), max(speeds)], "same_as_stock": same}
-            records.append(record | {f"x_{rival}": ratio for rival, ratio in ratios.items()})
+            record |= {f"x_{rival}": ratio for rival, ratio in ratios.items()}
+            record |= {f"ttft_x_{rival}": f.ttft_mean_s / figures_of[rival].ttft_mean_s for rival in rivals}
+            records.append(record | {"held_ratio": measured["results"][peer][-1]["held_ratio"]})
     console.print(table)
     return records
 
@@ -203,7 +205,10 @@ def show_time(measured: dict[str, Any], records: list[dict[str, Any]], console: 
     for record in records:
         if record["peer"] == "ours":
             parts = ", ".join(f"{k.removesuffix('_s')} {v * 1000:.0f} ms" for k, v in record["phases"].items())
-            console.print(f"  ours, {record['workload']}: {parts} a request")
+            rival = f"; TTFT {record['ttft_x_vllm']:.2f} of vLLM's" if "ttft_x_vllm" in record else ""
+            console.print(f"  ours, {record['workload']}: {parts} a request{rival}")
+            if record["workload"] == records[-1]["workload"]:
+                console.print(f"  ours: memory held is {record['held_ratio']:.3f} of the exact bytes")
     for peer, results in measured["results"].items():
         for workload, profile in results[-1].get("profile", {}).items() if results else ():
             parts = ", ".join(f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)

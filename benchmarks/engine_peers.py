@@ -48,6 +48,10 @@ class Peer(ABC):
     def serve(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Record]:
         """Serve requests that all arrive now, greedily, to exactly `max_tokens` tokens each."""
 
+    def held_ratio(self, lengths: Sequence[int]) -> float | None:
+        """Memory that requests of these lengths hold, against the exact bytes of their tokens and states."""
+        return None
+
     def close(self) -> None:
         """Let go of what the process does not free by ending."""
         return
@@ -76,8 +80,20 @@ class Ours(Peer):
             for r in results
         ]
 
+    def held_ratio(self, lengths: Sequence[int]) -> float:
+        plan = self._engine.plan
+        exact = sum(_exact_bytes(spec, length) for spec in plan.model.layers for length in lengths)
+        return sum(plan.request_bytes(length) for length in lengths) / exact
+
     def close(self) -> None:
         self._engine.close()
+
+
+def _exact_bytes(spec: Any, num_tokens: int) -> int:
+    """What a layer must keep of a request, without blocks and padding."""
+    if spec.kind == "linear_state":
+        return int(spec.nbytes)
+    return int(spec.nbytes) * min(num_tokens, getattr(spec, "window", num_tokens))
 
 
 class Stock(Peer):
@@ -238,11 +254,13 @@ def run(
         play(peer, warm_up(config["vocab_size"]))
         warm = time.perf_counter()
         results = [play(peer, w) for w in workloads]
+        requests = [r for result in results for one in result["rounds"] for r in one["requests"]]
+        held = peer.held_ratio([r["prompt_tokens"] + len(r["output"]) - 1 for r in requests])
         profile = {w.name: breakdown(partial(play, peer, w)) for w in profiled}
     finally:
         peer.close()
     times = {"start_s": ready - begin, "warm_up_s": warm - ready}
-    return {"peer": peer_name, **times, "workloads": results, "profile": profile}
+    return {"peer": peer_name, **times, "workloads": results, "profile": profile, "held_ratio": held}
 
 
 def run_stock(model_dir: str, workloads: list[Workload], dtype: str) -> dict[str, Any]:
