@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,8 +239,10 @@ def test_a_bug_in_the_engine_reaches_everyone_who_waits(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot load"):
+    with pytest.raises(ConfigError, match="no directory"):
         Engine(tmp_path / "nothing here")
+    with pytest.raises(ConfigError, match="cannot load"):
+        Engine(tmp_path)
     with pytest.raises(HybridKVError, match=r"'gemma2'.*does not run: it runs bamba"):
         Engine(make(tiny_config("gemma2")))
     with pytest.raises(HybridKVError, match="too little"):
@@ -248,6 +251,30 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         Engine(fresh("llama"), max_step_tokens=10, max_running=20)
     with pytest.raises(HybridKVError, match="unknown device"):
         Engine(fresh("llama"), device="abacus")
+    with pytest.raises(HybridKVError, match="models run on cpu or cuda"):
+        Engine(fresh("llama"), device="meta")
+    with pytest.raises(HybridKVError, match="cannot compute in 'fp8'"):
+        Engine(fresh("llama"), dtype="fp8")
+    with pytest.raises(HybridKVError, match="kv_dtype 'int8'"):
+        Engine(fresh("llama"), kv_dtype="int8")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids(checkpoint: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with Engine(bare, memory="4MiB", device="cpu") as engine:
+        assert engine.tokenizer is None
+        assert len(engine.generate([5, 6, 7], GREEDY, progress=False)[0].token_ids) == 12
+        with pytest.raises(RequestError, match="no tokenizer"):
+            engine.generate("text", GREEDY, progress=False)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Engine(checkpoint, memory="4MiB", device="cpu", tokenizer=bare)
+
+
+def test_texts_that_are_no_unicode_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="bytes that are no text"):
+        engine.generate("a\ud800", GREEDY, progress=False)
+    with pytest.raises(RequestError, match="bytes that are no text"):
+        engine.render_chat([{"role": "user", "content": "\udfff"}])
 
 
 def test_names_are_found_when_used() -> None:

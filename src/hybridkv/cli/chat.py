@@ -1,4 +1,4 @@
-"""`hybridkv chat`: talk to a model in the terminal. Each turn resumes where the last one ended."""
+"""`hybridkv chat`: talk to a model in the terminal. Each turn resumes from what the last ones left in the cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat_command(
 ) -> None:
     """Talk to a local checkpoint. An empty line or Ctrl-D ends the conversation, Ctrl-C a reply.
 
-    The conversation so far is never computed again: each turn takes up the cache where the last reply ended.
+    Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
     with EngineOptions(model, memory, dtype, device, trust_remote_code).start() as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,9 @@ class EngineOptions:
     trust_remote_code: bool
 
     def start(self) -> Engine:
-        engine: Engine = _engine().Engine(
+        engines = _engine()
+        _quiet()
+        engine: Engine = engines.Engine(
             self.model,
             memory=self.memory,
             dtype=self.dtype,
@@ -63,7 +66,8 @@ def sampling(
 
 def _engine() -> Any:
     """The engine's package, or what to do to have it."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         from hybridkv import engine
     except ModuleNotFoundError as error:
@@ -71,3 +75,11 @@ def _engine() -> Any:
             raise
         raise HybridKVError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
     return engine
+
+
+def _quiet() -> None:
+    """Bars of loading weights and of downloads are for terminals only: in a log they are noise."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()

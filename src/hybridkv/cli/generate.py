@@ -72,9 +72,7 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
     if prompts:
         return list(prompts)
     if path is None:
-        if sys.stdin.isatty():
-            raise HybridKVError("no prompt: give one with -p, a file with -f, or pipe one in")
-        return [sys.stdin.read()]
+        return [_piped()]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -83,6 +81,16 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
     if not found:
         raise HybridKVError(f"{path} has no prompts: write one a line")
     return found
+
+
+def _piped() -> str:
+    try:
+        text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise HybridKVError(f"cannot read the prompt from standard input: {error}") from None
+    if not text:
+        raise HybridKVError("no prompt: give one with -p, a file with -f, or pipe one in")
+    return text
 
 
 def _line(path: Path, number: int, line: str) -> str | list[int]:

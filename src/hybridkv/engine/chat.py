@@ -19,6 +19,15 @@ class Prompt:
     breakpoints: Sequence[int] = ()
 
 
+def check_text(text: str) -> str:
+    """The text itself, or an error: half a surrogate pair has no bytes, and tokenizers say nothing helpful about it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the prompt has bytes that are no text: it must be UTF-8") from None
+    return text
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Prompt:
     """What the tokenizer's chat template makes of messages. Each message's end is a breakpoint.
 
@@ -29,7 +38,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_p
         raise RequestError("a chat needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template: pass a plain prompt instead")
-    text = _render(tokenizer, messages, add_generation_prompt)
+    text = check_text(_render(tokenizer, messages, add_generation_prompt))
     ends = []
     for count in range(1, len(messages)):
         try:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY, Cache, CacheLayout
 from hybridkv.cache.tokens import pack_tokens
-from hybridkv.engine.chat import Message, Prompt, render_chat
+from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import keep_freed_memory
 from hybridkv.engine.loading import LoadedModel, load
@@ -183,10 +184,7 @@ class Engine:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer()
-            if any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise RequestError("the prompt has bytes that are no text: it must be UTF-8")
-            return Prompt(tokenizer.encode(prompt))
+            return Prompt(self._need_tokenizer().encode(check_text(prompt)))
         try:
             return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
         except TypeError:
@@ -251,7 +249,10 @@ def _collect(news: queue.SimpleQueue[Update | HybridKVError], count: int, progre
     """Wait for all results; tell how far things are."""
     results: dict[str, Result] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TextColumn("{task.fields[tokens]:,} tokens"), disable=not progress, transient=True) as bar:
+    tokens = TextColumn("{task.fields[tokens]:,} tokens")
+    screen = Console(stderr=True)  # standard output is for what people ask for
+    hidden = not progress or not screen.is_terminal
+    with Progress(*columns, tokens, console=screen, disable=hidden, transient=True) as bar:
         task, num_tokens = bar.add_task("Generating", total=count, tokens=0), 0
         while len(results) < count:
             update = news.get()

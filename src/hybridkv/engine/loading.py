@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,11 @@ from hybridkv.spec import DType, ModelSpec
 
 _NO_LIMIT = 1 << 20
 """Tokens of a request on models without positions; the cache's memory is what limits them."""
+
+_COMPUTES_IN = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""owner/model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,11 @@ def load(
         loaded, name = model, type(model).__name__
         _check_config(model.config, name)
         if dtype != "auto":
-            loaded = loaded.to(torch_dtype(DType.parse(dtype)))
+            loaded = loaded.to(_weights_dtype(dtype))
     else:
         name = Path(model).name
+        _check_path(model)
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
-        tokenizer = str(model) if tokenizer is None else tokenizer
     loaded = loaded.to(where).eval()
     if not isinstance(model, PreTrainedModel) and can_pack(loaded):
         pack_weights(loaded)
@@ -68,7 +74,8 @@ def load(
         source=str(model) if isinstance(model, (str, Path)) else "a model in memory",
     )
     text = loaded.config.get_text_config(decoder=True)
-    found = _tokenizer(tokenizer, trust_remote_code, must_exist=not isinstance(model, (str, Path)))
+    beside = model if isinstance(model, (str, Path)) else None
+    found = _tokenizer(tokenizer or beside, trust_remote_code, must_exist=tokenizer is not None)
     return LoadedModel(
         model=loaded,
         tokenizer=found,
@@ -96,6 +103,21 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
+def _check_path(model: str | Path) -> None:
+    """Refuse what cannot be a model at once: transformers would ask the hub for it, again and again."""
+    is_hub_name = isinstance(model, str) and _HUB_NAME.fullmatch(model)
+    if not Path(model).is_dir() and not is_hub_name:
+        raise ConfigError(f"no directory {str(model)!r}: name one that a transformers model was saved to")
+
+
+def _weights_dtype(dtype: str) -> torch.dtype:
+    parsed = DType.parse(dtype)
+    if parsed not in _COMPUTES_IN:
+        names = ", ".join(one.value for one in _COMPUTES_IN)
+        raise HybridKVError(f"the engine cannot compute in {dtype!r}: choose auto, {names}")
+    return torch_dtype(parsed)
+
+
 def _cache_dtype(name: str, dtype: str | None) -> DType | None:
     if dtype is None:
         return None
@@ -106,7 +128,7 @@ def _cache_dtype(name: str, dtype: str | None) -> DType | None:
 
 
 def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    wanted = "auto" if dtype == "auto" else torch_dtype(DType.parse(dtype))
+    wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _check_config(config, path)
@@ -148,15 +170,19 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Tokenizer | None:
+def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Any | None:
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
     try:
-        found: Tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
+        found: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if must_exist:
             raise ConfigError(f"cannot load the tokenizer {str(tokenizer)!r}: {error}") from error
         return None  # token ids in, token ids out
+    if len(found) <= len(set(found.all_special_ids)):  # what transformers makes of a directory without one
+        if must_exist:
+            raise ConfigError(f"{str(tokenizer)!r} has no vocabulary: name a directory a tokenizer was saved to")
+        return None
     return found
 
 
