@@ -44,11 +44,11 @@ def test_a_second_turn_resumes_where_the_reply_ended(tmp_path: Path) -> None:
 
 
 def test_a_prefix_that_parts_where_no_state_is_lacks_a_state(tmp_path: Path) -> None:
-    shared = list(range(20))
-    lines = [blocks([*shared, 100 + i, 200 + i], 22 * 16) for i in range(3)]
+    shared = list(range(7))  # short of where the grid begins
+    lines = [blocks([*shared, 100 + i, 200 + i], 9 * 16) for i in range(3)]
     report = run(mooncake(tmp_path, lines), prompts_only=True)
-    assert report.misses["state_missing"] == 20 * 16, "the second finds out, and leaves a state for the third"
-    assert report.hit_tokens == 20 * 16
+    assert report.misses["state_missing"] == 7 * 16, "the second finds out, and leaves a state for the third"
+    assert report.hit_tokens == 7 * 16
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -35,7 +35,11 @@ def named_policy(name: str, flops: Flops | None = None) -> EvictionPolicy:
     return POLICIES[name](flops)
 
 
+_SPARE_GRID_TOKENS = 128
+"""Between checkpoints while most of the memory is unused: they cost nothing then but the writing of a state."""
+
+
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=max(256, grid // 8))
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_SPARE_GRID_TOKENS)
