@@ -1,8 +1,13 @@
-"""Hypothesis profiles: the same examples in every run, unless HYPOTHESIS_PROFILE=explore asks for new ones."""
+"""Hypothesis profiles: the same examples in every run, unless HYPOTHESIS_PROFILE=explore asks for new ones.
+
+Tests run side by side, one process a core: each computes with one thread, or they wait for one another.
+"""
 
 import os
 
-from hypothesis import settings
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
