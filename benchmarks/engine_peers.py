@@ -5,7 +5,7 @@
 A peer serves rounds of prompts. Times are counted from the arrival of a round, which is the same instant for all its
 requests, whether or not the peer can take them all at once. Loading, compiling and a warm-up are not counted.
 
-vLLM runs with the flags that were the fastest for these models on a CPU, and its prefix cache at its finest.
+vLLM runs with compiled graphs and with the flags that gave its prefix cache the most hits on these models.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class FirstToken:
 
 
 def vllm_options(model_dir: str) -> dict[str, Any]:
-    """What was measured to be fastest here, by the kind of model.
+    """What gave the most hits here, by the kind of model; flags that only change speed were not all tried.
 
     vLLM pads the blocks of a model with states until one weighs as much as a state. From 32-token steps that makes the
     smallest blocks (its CPU default of 128 rounds them up), and with keys every 32 tokens it finds prompts that end
