@@ -298,3 +298,15 @@ def test_a_conversation_that_grows_too_long_ends_with_an_error(
 ) -> None:
     script(monkeypatch, "x" * 600)
     assert "must stay within 512" in complaint(capsys, ["chat", checkpoint, *GREEDY])
+
+
+@pytest.mark.parametrize(("has_text", "shown"), [(True, "\n"), (False, "2\n")])
+def test_a_reply_that_ends_at_once_is_empty_not_its_token_ids(
+    has_text: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybridkv.cli.generate import _show
+    from hybridkv.engine import Completion, Metrics, Result
+
+    ended = Completion(0, [2], "", "stop", None, None)
+    _show(Result("a", [5], 0, [ended], Metrics(0.0, 0.0, 0.0, 0.0, 0)), None, has_text)
+    assert capsys.readouterr().out == shown

@@ -249,6 +249,10 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         Engine(fresh("llama"), memory=1000)
     with pytest.raises(HybridKVError, match="max_running"):
         Engine(fresh("llama"), max_step_tokens=10, max_running=20)
+    with pytest.raises(HybridKVError, match="max_step_tokens 0: a step has at least 1 token"):
+        Engine(tmp_path / "not even looked at", max_step_tokens=0)
+    with pytest.raises(HybridKVError, match=r"memory 1\.5: write a size"):
+        Engine(tmp_path / "not even looked at", memory=1.5)  # type: ignore[arg-type]
     with pytest.raises(HybridKVError, match="unknown device"):
         Engine(fresh("llama"), device="abacus")
     with pytest.raises(HybridKVError, match="models run on cpu or cuda"):

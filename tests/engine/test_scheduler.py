@@ -86,6 +86,20 @@ def test_a_full_arena_keeps_the_queue_waiting_without_counting_it_again() -> Non
     assert driver.cache.stats.requests <= 4 + 4 + driver.core.scheduler.preempted
 
 
+def test_whoever_found_no_room_goes_on_as_soon_as_someone_has_ended() -> None:
+    """Not only when everyone has."""
+    model = build("qwen3_next")
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 150), max_step_tokens=128)
+    for name, length in (("long", 90), ("short", 60), ("waits", 90)):
+        driver.add(name, prompt(60, length + len(name)), replace(GREEDY, max_tokens=length))
+    while "short" not in driver.results:
+        driver.step()
+    assert [sample.request.id for sample in driver.core.scheduler.waiting] == ["waits"], "it must have found no room"
+    driver.step()
+    assert len(driver.runner.work) == 2
+    driver.run()
+
+
 def test_an_abort_frees_everything_at_any_moment() -> None:
     for steps in range(8):
         driver = Driver(build("qwen3_next"), max_step_tokens=32)

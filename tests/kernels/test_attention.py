@@ -182,7 +182,7 @@ def test_buckets_fit_the_cache_unless_one_span_does_not() -> None:
 def test_a_window_reads_only_its_own_pages() -> None:
     table = make_step([(4000, 4001), (3000, 3100)], 16, window=100).table()
     assert table.buckets[0].pages.numel() <= 100 // 16 + 2
-    assert table.long_spans[0].pages.numel() <= 200 // 16 + 2
+    assert table.tiled_spans[0].pages.numel() <= 200 // 16 + 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -63,7 +63,7 @@ def generate_command(
             if as_json:
                 write(json.dumps(_report(result), ensure_ascii=False))
             else:
-                _show(result, prompt if len(wanted) > 1 else None)
+                _show(result, prompt if len(wanted) > 1 else None, engine.tokenizer is not None)
 
 
 def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | list[int]]:
@@ -106,13 +106,14 @@ def _line(path: Path, number: int, line: str) -> str | list[int]:
     raise HybridKVError(f"{path}, line {number}: a prompt is a text or a list of token ids")
 
 
-def _show(result: Result, prompt: str | list[int] | None) -> None:
+def _show(result: Result, prompt: str | list[int] | None, has_text: bool) -> None:
+    """Without a tokenizer a reply is its token ids."""
     if prompt is not None:
         write(f"> {prompt if isinstance(prompt, str) else f'{len(prompt)} tokens'}")
     for completion in result.completions:
         if completion.error is not None:
             raise HybridKVError(completion.error)
-        write(completion.text or " ".join(map(str, completion.token_ids)))
+        write(completion.text if has_text else " ".join(map(str, completion.token_ids)))
 
 
 def _report(result: Result) -> dict[str, Any]:

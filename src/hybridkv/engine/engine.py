@@ -21,7 +21,7 @@ from hybridkv.cache.tokens import pack_tokens
 from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import keep_freed_memory
-from hybridkv.engine.loading import LoadedModel, load
+from hybridkv.engine.loading import LoadedModel, choose_device, load
 from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Result, Update
@@ -68,7 +68,8 @@ class Engine:
         samples at once. `max_length`: of a prompt and its reply, if less than the model's. `seed`: for requests that
         have none.
         """
-        nbytes = parse_size(memory) if isinstance(memory, str) else memory
+        nbytes = _memory_bytes(memory)
+        step_tokens = _check_limits(choose_device(device).type, max_step_tokens, max_running, max_length)
         loaded = load(
             model,
             dtype=dtype,
@@ -80,14 +81,6 @@ class Engine:
         )
         if loaded.device.type == "cpu":
             keep_freed_memory()
-        step_tokens = max_step_tokens or _STEP_TOKENS.get(loaded.device.type, _STEP_TOKENS["cpu"])
-        if not 1 <= max_running <= step_tokens:
-            raise HybridKVError(
-                f"max_running {max_running}: each running sample needs a token of a step's {step_tokens}; "
-                f"choose 1 to {step_tokens}, or raise max_step_tokens"
-            )
-        if max_length is not None and max_length < 2:
-            raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
         self.plan = make_plan(loaded.spec, PlanOptions(nbytes, block_tokens, attn_pack_size))
         self.model_name = loaded.spec.name
         self.tokenizer = loaded.tokenizer
@@ -205,6 +198,29 @@ class Engine:
 
         self._loop.add(request_id, sink, add)
         return request_id
+
+
+def _memory_bytes(memory: str | int) -> int:
+    if isinstance(memory, str):
+        return parse_size(memory)
+    if not isinstance(memory, int) or isinstance(memory, bool):
+        raise HybridKVError(f"memory {memory!r}: write a size such as '2GiB', or a whole number of bytes")
+    return memory
+
+
+def _check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
+    """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
+    step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens
+    if step_tokens < 1:
+        raise HybridKVError(f"max_step_tokens {step_tokens}: a step has at least 1 token; leave it out for a default")
+    if not 1 <= max_running <= step_tokens:
+        raise HybridKVError(
+            f"max_running {max_running}: each running sample needs a token of a step's {step_tokens}; "
+            f"choose 1 to {step_tokens}, or raise max_step_tokens"
+        )
+    if max_length is not None and max_length < 2:
+        raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
+    return step_tokens
 
 
 def _make_core(

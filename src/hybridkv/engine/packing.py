@@ -1,8 +1,8 @@
 """Weights of a CPU model in the layout its matrix units compute with.
 
 Plain bfloat16 weights are brought into that layout in every call: when few tokens are computed, as in decoding, that
-takes longer than the product itself. Done once, decoding is about half as long. Only for models that the engine loaded
-itself: their plain weights are let go.
+takes as long as the product itself. Here it is done once. Only for models that the engine loaded itself: their plain
+weights are let go.
 """
 
 from __future__ import annotations

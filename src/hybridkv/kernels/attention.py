@@ -12,7 +12,7 @@ import torch
 
 from hybridkv.kernels.cover import Tile
 from hybridkv.kernels.softmax import Extras, dense_attention, is_fused
-from hybridkv.kernels.table import Bucket, LongSpan, TokenTable
+from hybridkv.kernels.table import Bucket, TiledSpan, TokenTable
 
 
 class Source(Protocol):
@@ -24,7 +24,7 @@ class Source(Protocol):
     def of_bucket(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, L, H, D], [n, L, H, Dv]"""
 
-    def of_span(self, span: LongSpan) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_span(self, span: TiledSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """[K, H, D], [K, H, Dv]: exactly the tokens the span sees."""
 
 
@@ -39,7 +39,7 @@ class Paged:
     def of_bucket(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         return self._bucket("keys", bucket), self._bucket("values", bucket)
 
-    def of_span(self, span: LongSpan) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_span(self, span: TiledSpan) -> tuple[torch.Tensor, torch.Tensor]:
         seen = slice(span.visible.first - span.origin, span.visible.span.end - span.origin)
         return self._gather("keys", span.pages)[seen], self._gather("values", span.pages)[seen]
 
@@ -76,7 +76,7 @@ class Packed:
         key, value = self.key.index_select(0, picks), self.value.index_select(0, picks)
         return key.view(*shape, key.shape[-1]), value.view(*shape, self.value_dim)
 
-    def of_span(self, span: LongSpan) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_span(self, span: TiledSpan) -> tuple[torch.Tensor, torch.Tensor]:
         return self.key[span.picks], self.value[span.picks]
 
 
@@ -111,12 +111,12 @@ def attend_visible(
 def _attend(query: torch.Tensor, source: Source, table: TokenTable, extras: Extras) -> torch.Tensor:
     num_tokens, num_query_heads, dim = query.shape
     query = query.reshape(num_tokens, source.num_heads, -1, dim)  # [N, H, folded, D]
-    if len(table.buckets) == 1 and not table.long_spans:
+    if len(table.buckets) == 1 and not table.tiled_spans:
         return _attend_bucket(query, table.buckets[0], source, table, extras).flatten(1, 2)
     output = query.new_empty((*query.shape[:3], source.value_dim))
     for bucket in table.buckets:
         output[bucket.rows] = _attend_bucket(query[bucket.rows], bucket, source, table, extras)
-    for span in table.long_spans:
+    for span in table.tiled_spans:
         _attend_long(query, output, span, source, table, extras)
     return output.view(num_tokens, num_query_heads, -1)
 
@@ -141,7 +141,7 @@ def _attend_bucket(
 
 
 def _attend_long(
-    query: torch.Tensor, output: torch.Tensor, span: LongSpan, source: Source, table: TokenTable, extras: Extras
+    query: torch.Tensor, output: torch.Tensor, span: TiledSpan, source: Source, table: TokenTable, extras: Extras
 ) -> None:
     """query: [N, H, folded, D]. KV heads take the batch's axis, so that folded heads share them by a stride of zero."""
     key, value = (x.transpose(0, 1)[:, None] for x in source.of_span(span))  # [H, 1, K, D]

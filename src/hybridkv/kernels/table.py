@@ -44,7 +44,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class LongSpan:
+class TiledSpan:
     """A span by itself: its tiles take their keys out of what was gathered once."""
 
     visible: Visible
@@ -72,7 +72,7 @@ class TokenTable:
     offsets: torch.Tensor
     """[N]: where each token of the step is written."""
     buckets: list[Bucket]
-    long_spans: list[LongSpan]
+    tiled_spans: list[TiledSpan]
     host_pages: list[Ints]
     """Of each span: the pages of its visible blocks."""
     bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class TokenTable:
     @cached_property
     def max_pages(self) -> int:
         """The most pages that are gathered at once."""
-        gathered = [bucket.pages for bucket in self.buckets] + [span.pages for span in self.long_spans]
+        gathered = [bucket.pages for bucket in self.buckets] + [span.pages for span in self.tiled_spans]
         return max(len(pages) for pages in gathered)
 
     @property
@@ -169,7 +169,7 @@ class TokenTable:
         return band[: tile.end - tile.start, zero + tile.first - tile.start : zero + tile.end - tile.start]
 
     def _make_band(self, dtype: torch.dtype) -> torch.Tensor:
-        tiles = [tile for span in self.long_spans for tile in span.tiles]
+        tiles = [tile for span in self.tiled_spans for tile in span.tiles]
         num_queries = max(tile.end - tile.start for tile in tiles)
         before = max(tile.start - tile.first for tile in tiles)
         query = torch.arange(num_queries, device=self.device)[:, None]

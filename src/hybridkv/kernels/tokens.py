@@ -14,7 +14,7 @@ import torch
 
 from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Sight, Visible, cut_tiles, fill_buckets, is_square, see
 from hybridkv.kernels.spans import Span
-from hybridkv.kernels.table import Bucket, Ints, LongSpan, TokenTable
+from hybridkv.kernels.table import Bucket, Ints, TiledSpan, TokenTable
 
 __all__ = ["TokenTable", "gather_tokens", "make_token_table", "write_tokens"]
 
@@ -71,8 +71,8 @@ def make_token_table(
             _make_bucket(members, visibles, block_tokens, rest[5 * at : 5 * at + 5])
             for at, members in enumerate(buckets)
         ],
-        long_spans=[
-            LongSpan(
+        tiled_spans=[
+            TiledSpan(
                 visible=visibles[index],
                 tiles=cut_tiles(spans[index], sight),
                 square=is_square(spans[index], sight),
