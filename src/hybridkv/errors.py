@@ -25,4 +25,8 @@ class PlanError(HybridKVError):
 
 
 class RequestError(HybridKVError):
-    """A request asks for something that does not exist, or for more than anyone may ask."""
+    """A request asks for something that does not exist, or for more than anyone may ask. `param`: by which field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

@@ -100,6 +100,8 @@ class Fuzz:
         self.cache: Cache = self.sim.cache
         self.idle: list[Lease] = []
         self.flying: list[tuple[Lease, bool]] = []
+        self.num_good: dict[int, int] = {}
+        """Of leases whose load has gone wrong: how many tokens of it are right."""
         self.pins: list[Pin] = []
         self.texts: list[list[int]] = [[]]
         self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
@@ -112,6 +114,7 @@ class Fuzz:
         verbs = [
             *[self.begin] * 4,
             *[self.extend] * 8,
+            *[self.load] * 2,
             *[self.commit] * 8,
             *[self.release] * 2,
             self.abort,
@@ -185,11 +188,31 @@ class Fuzz:
                 self.idle.remove(lease)
                 self.flying.append((lease, False))
 
+    def load(self) -> None:
+        """Some tokens come from elsewhere, with or without others that are computed after them."""
+        lease = self._pick_idle()
+        if lease is None or lease.taps or lease.computed >= lease.num_tokens:
+            return
+        most = lease.num_tokens - lease.computed
+        num_loaded = self.chance.integer(1, most)
+        is_whole = (lease.computed + num_loaded) % BLOCK == 0
+        count = self.chance.integer(num_loaded, most) if is_whole else num_loaded
+        num_good = self.chance.integer(0, num_loaded - 1) if self.chance.one_in(3) else None
+        if self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good) is None:
+            return
+        if num_good is not None:
+            self.num_good[lease.id] = num_good
+        self.idle.remove(lease)
+        self.flying.append((lease, False))
+
     def commit(self) -> None:
         if not self.flying:
             return
         lease, may_cut = self.flying.pop(self.chance.integer(0, len(self.flying) - 1))
         assert lease.step is not None
+        if lease.id in self.num_good:
+            self._commit_bad_load(lease, self.num_good.pop(lease.id))
+            return
         length = lease.step.end - lease.step.start
         if lease.aborted:
             self.cache.commit(lease, failed=self.chance.one_in(2))
@@ -212,6 +235,21 @@ class Fuzz:
         if self.naive is not None:
             self.naive.computed(lease.root_key, lease.tokens, lease.computed)
         self.idle.append(lease)
+
+    def _commit_bad_load(self, lease: Lease, num_good: int) -> None:
+        """Whatever is told of it, no more counts than what is right; the tainted rest must be out of reach."""
+        before, aborted = lease.computed, lease.aborted
+        is_sound = lease.poisoned is None and not lease.leaf.dead and not aborted and before % BLOCK == 0
+        if self.chance.one_in(2):
+            self.cache.commit(lease, failed=True, sampled=[1])
+            assert lease.computed <= before
+        else:
+            self.cache.commit(lease, num_good)
+            assert lease.computed <= before + num_good
+            if not self.layout.state_groups and not any(g.role is Role.LOCAL for g in self.layout.token_groups):
+                assert not is_sound or lease.computed == (before + num_good) // BLOCK * BLOCK
+        if not aborted:
+            self.idle.append(lease)
 
     def release(self) -> None:
         lease = self._pick_idle()
@@ -296,7 +334,7 @@ class Fuzz:
     def finish(self) -> None:
         """All leave; nothing may be left."""
         for lease, _ in self.flying:
-            self.cache.commit(lease)
+            self.cache.commit(lease, failed=lease.id in self.num_good)
             self.cache.abort(lease)
         for lease in self.idle:
             self.cache.release(lease, keep=self.chance.one_in(2))

@@ -68,14 +68,37 @@ class Sim:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def extend(self, lease: Lease, num_tokens: int, **options: Any) -> StepTables | None:
-        """Extend and run, but do not commit. None: no room."""
+    def extend(
+        self, lease: Lease, num_tokens: int, *, num_good: int | None = None, **options: Any
+    ) -> StepTables | None:
+        """Extend and run, but do not commit. None: no room. `num_good`: so many of the loaded tokens are right."""
         step = self.cache.extend(lease, num_tokens, **options)
         if isinstance(step, NoRoom):
             return None
         self.run_operations()
-        self.run(lease, StepTables.decode(step.encode()))
+        step = StepTables.decode(step.encode())
+        if step.loaded is not None:
+            self.load(lease, step, num_good)
+        if step.end > step.start:
+            self.run(lease, step)
         return step
+
+    def load(self, lease: Lease, step: StepTables, num_good: int | None = None) -> None:
+        """Fill the pages that come from elsewhere: blocks that are seen from there on, and states."""
+        assert step.loaded is not None
+        good_until = step.start if num_good is None else step.loaded.start + num_good
+        for name, table in step.tables.items():
+            group = self.groups[name]
+            first = group.first_visible(step.start) // step.block_tokens * step.block_tokens
+            for position in range(max(first, step.loaded.start), step.start):
+                page = table[position // step.block_tokens]
+                assert page >= group.pages_per_slab, "a write into the null slab"
+                value = Value(prefix_value(lease.tokens, position + 1, name), position >= good_until)
+                self.memory.page(group.pool_name, page)[position % step.block_tokens] = value
+        for name, pages in step.loaded.states.items():
+            for page in pages:
+                value = Value(prefix_value(lease.tokens, step.start, name), good_until < step.start)
+                self.memory.page(self.groups[name].pool_name, page)[0] = value
 
     def run_operations(self) -> None:
         """As a memory layer must: in order, before the step. Acknowledged some other time."""

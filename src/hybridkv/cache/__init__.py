@@ -6,7 +6,7 @@ from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
 from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
 from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
-from hybridkv.cache.room import could_fit, extend_some
+from hybridkv.cache.room import could_fit, extend_some, longest_fit
 from hybridkv.cache.stats import CacheStats, Event
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "ZeroSlab",
     "could_fit",
     "extend_some",
+    "longest_fit",
     "named_policy",
 ]

@@ -21,9 +21,9 @@ from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.lease import Lease, Match, NoRoom, StepTables
+from hybridkv.cache.lease import InFlight, Lease, Loaded, Match, NoRoom, StepTables
 from hybridkv.cache.leasing import Leasing
-from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
+from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, Kind, PromptFacts
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
 from hybridkv.cache.stats import CacheStats, Event, Events
@@ -129,16 +129,20 @@ class Cache:
         return lease
 
     def extend(
-        self, lease: Lease, num_tokens: int, *, drafts: TokenIds = (), may_cut: bool = False
+        self, lease: Lease, num_tokens: int, *, drafts: TokenIds = (), may_cut: bool = False, num_loaded: int = 0
     ) -> StepTables | NoRoom:
         """Pages for the next `num_tokens` tokens, or why there is no room; all or nothing.
 
         `drafts`: guesses for the last of them, known only if the step accepts them. `may_cut`: the step may be accepted
-        in part, so no state is written in place; with drafts it always may.
+        in part, so no state is written in place; with drafts it always may. `num_loaded`: so many of the first are not
+        computed: the caller fills their pages, as `loaded` of the tables says, before the step reads them, or commits
+        the step as failed. Up to all of them. Local groups get pages only for what is seen from there on.
         """
         self._check_idle(lease)
         if self._pins:
             self._expire_pins()
+        if num_loaded:
+            self._check_load(lease, num_loaded, num_tokens, len(drafts))
         num_known = lease.num_tokens
         if len(drafts):
             lease.append(drafts)
@@ -148,7 +152,10 @@ class Cache:
             lease.forget_after(num_known)
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {num_known} tokens are computed")
         try:
-            step = self._send_off(lease, start, end, num_known, may_cut)
+            if num_loaded:
+                step = self._send_off_load(lease, start, start + num_loaded, end)
+            else:
+                step = self._send_off(lease, start, end, num_known, may_cut)
         except BaseException:  # the memory layer failed: before the step was in flight, its drafts were never known
             if lease.step is None:
                 lease.forget_after(num_known)
@@ -178,6 +185,35 @@ class Cache:
         tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
         return StepTables(start, end, self.block_tokens, tables, segments)
 
+    def _send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
+        """A step whose tokens from `start` up to `first` are loaded; there, a state is kept for others to find."""
+        steps, keeps = self._steps, lease.keeps
+        kept = [p for p in keeps if first <= p <= end]
+        if self._keeper.needs_checkpoints and first % self.block_tokens == 0:
+            kept = sorted({first, *kept})
+        num_blocks = max(0, -(-end // self.block_tokens) - steps.num_table_blocks(lease)) if lease.named_tables else 0
+        unseen = steps.unseen_blocks(lease, num_blocks, first)
+        room = steps.room_for(lease, num_blocks, True, kept, end, unseen)
+        if isinstance(room, NoRoom):
+            return room
+        if self._state_group and first < end and first not in room:
+            return NoRoom("no page for the state that is loaded")
+        if first in kept:
+            lease.wanted.setdefault(first, Kind.BRANCH)
+        if num_blocks:
+            steps.add_blocks(lease, num_blocks, unseen)
+        self._leasing.settle_tail(lease)
+        chains = steps.add_segments(lease, start, end, lease.num_tokens, room, True)
+        assert lease.step is not None
+        lease.step.loaded_to = first
+        lease.keeps = [p for p in keeps if p > first]
+        self._keeper.in_flight[lease.id] = lease
+        self._keeper.run_operations()
+        loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_group, chains, strict=True)})
+        segments = {name: chain[1:] for name, chain in zip(self._state_group, chains, strict=True)}
+        tables = {name: table[:] for name, table in lease.named_tables.items()}
+        return StepTables(first, end, self.block_tokens, tables, segments, loaded)
+
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
     ) -> int:
@@ -196,8 +232,11 @@ class Cache:
             raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
         del self._keeper.in_flight[lease.id]
         lease.step = None
+        if step.loaded_to > step.start + accepted:
+            accepted, unusable = self._usable(step, accepted)
+            failed = failed or unusable
         if lease.aborted:
-            self._steps.drop_step(step)
+            self._steps.drop_step(lease, step)
             self._leasing.detach(lease)
             return 0
         if failed or lease.poisoned is not None:
@@ -209,6 +248,13 @@ class Cache:
         self._steps.accept(lease, step, step.start + accepted)
         lease.tokens += packed
         return lease.computed
+
+    def _usable(self, step: InFlight, accepted: int) -> tuple[int, bool]:
+        """What is left of a load that was cut, and whether that is nothing. Windows and states are those of its end."""
+        target = (step.start + accepted) // self.block_tokens * self.block_tokens
+        if self._keeper.needs_checkpoints or target <= step.start:
+            return 0, True
+        return target - step.start, False
 
     def release(self, lease: Lease, *, keep: bool = True) -> None:
         """The request ends, or is preempted: its end becomes a checkpoint (if `keep`), and its pages go."""
@@ -346,6 +392,12 @@ class Cache:
         check_integrity(self._keeper)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _check_load(self, lease: Lease, num_loaded: int, num_tokens: int, num_drafts: int) -> None:
+        if not 0 < num_loaded <= num_tokens or lease.taps or num_drafts:
+            raise CacheError(f"cannot load {num_loaded} of {num_tokens} tokens: not more, and no taps and no drafts")
+        if num_loaded < num_tokens and (lease.computed + num_loaded) % self.block_tokens:
+            raise CacheError(f"cannot compute on after loading {num_loaded} tokens: they must end with a block")
 
     def _check_idle(self, lease: Lease) -> None:
         if lease.released or lease.aborted:

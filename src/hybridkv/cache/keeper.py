@@ -183,6 +183,12 @@ class Keeper:
             if not any(pages):
                 node.pages[group] = None
 
+    def give_back_blocks(self, group: int, pages: Pages) -> None:
+        """Blocks that were in no node; where a load has left some out, there is nothing to give back."""
+        if NULL_PAGE in pages:
+            pages = make_pages(page for page in pages if page != NULL_PAGE)
+        self.arena.give_back(self.token_pools[group], pages)
+
     def drop_state(self, group: int, state: State | None) -> None:
         if state is not None:
             state.refs -= 1

@@ -25,6 +25,15 @@ class Segment(NamedTuple):
     dst: tuple[int, ...]
 
 
+class Loaded(NamedTuple):
+    """What others put into a request's pages before its step computes the rest: blocks, and a state a group."""
+
+    start: int
+    """Where the request stood. It is loaded up to the step's own start."""
+    states: dict[str, tuple[int, ...]]
+    """By state group: the pages of the state at the step's start."""
+
+
 class StepTables(NamedTuple):
     """Everything a step needs to know of one request: positions are explicit, nothing is inferred from shapes."""
 
@@ -35,6 +44,8 @@ class StepTables(NamedTuple):
     """By token group: the page of each block, at least up to `end`. The null page: a block it no longer sees."""
     segments: dict[str, list[Segment]]
     """By state group: the step's tokens in order."""
+    loaded: Loaded | None = None
+    """The tokens before `start` whose pages are filled from elsewhere, if there are such."""
 
     def encode(self) -> bytes:
         """For another process."""
@@ -49,7 +60,10 @@ class StepTables(NamedTuple):
             for group, rows in raw["segments"].items()
         }
         tables = {group: make_pages(pages) for group, pages in raw["tables"].items()}
-        return cls(raw["start"], raw["end"], raw["block_tokens"], tables, segments)
+        loaded = raw["loaded"]
+        if loaded is not None:
+            loaded = Loaded(loaded[0], {group: tuple(pages) for group, pages in loaded[1].items()})
+        return cls(raw["start"], raw["end"], raw["block_tokens"], tables, segments, loaded)
 
 
 class Kept(NamedTuple):
@@ -73,6 +87,8 @@ class InFlight:
     """Some state at `start` is being overwritten: if the step fails, it is lost."""
     kept: list[Kept]
     """States of positions inside the step, one hold each."""
+    loaded_to: int = 0
+    """The tokens from `start` up to here are not computed: their pages are filled from elsewhere."""
 
 
 class Lease:
@@ -123,7 +139,7 @@ class Lease:
         self.computed = 0
         """Tokens whose KV and state are there: full, local and state groups all stand at this same depth."""
         self.cached_tokens = 0
-        """What the index supplied when the lease began."""
+        """What the index supplied when the lease began, and what was loaded then."""
         self.matched_tokens = 0
         """Full-attention KV that matched then; later, also what is known to have been there once."""
         self.turn = 0
@@ -182,6 +198,8 @@ class Lease:
 
     def keep_at(self, position: int) -> bool:
         """Ask for a checkpoint at `position`; False if it is too late for that."""
+        if self.step is not None and any(kept.position == position for kept in self.step.kept):
+            return True
         ahead = self.step.end if self.step else self.computed
         if position > ahead:
             self.wanted.setdefault(position, Kind.BRANCH)

@@ -122,7 +122,7 @@ class Leasing:
                 continue
             if group in keeper.local:
                 keeper.drop_local(lease.leaf, group, lease.local_first[group], end)
-            keeper.arena.give_back(keeper.token_pools[group], table[end:])
+            keeper.give_back_blocks(group, table[end:])
         lease.tables, lease.named_tables, lease.copied = [], {}, []
         keeper.drop_states(lease.states)
         lease.states = []
@@ -153,9 +153,9 @@ class Leasing:
     def trim(self, lease: Lease) -> None:
         """Give back the blocks that nothing has been computed into."""
         keep = -(-lease.computed // self.block_tokens)
-        for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
+        for group, table in enumerate(lease.tables):
             if table is not None and len(table) > keep:
-                self.keeper.arena.give_back(pool, table[keep:])
+                self.keeper.give_back_blocks(group, table[keep:])
                 del table[keep:]
 
     def settle_tail(self, lease: Lease) -> None:
@@ -184,12 +184,15 @@ class Leasing:
             checkpoint.node.hold_slabs(lease.slabs)
             lease.local_first = [block] * len(lease.tables)  # the checkpoint has taken over what the lease saw
 
-    def needs(self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int) -> Needs:
+    def needs(
+        self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int, unseen: Sequence[int] = ()
+    ) -> Needs:
+        """`unseen`: by token group, how many of the blocks need no page."""
         needs: Needs = {}
         if num_blocks:
-            for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
+            for index, (pool, table) in enumerate(zip(self.keeper.token_pools, lease.tables, strict=True)):
                 if table is not None:
-                    needs[pool] = needs.get(pool, 0) + num_blocks
+                    needs[pool] = needs.get(pool, 0) + num_blocks - (unseen[index] if unseen else 0)
         for pool, group, is_fresh in zip(self.keeper.state_pools, self.state_groups, fresh, strict=True):
             if is_fresh or num_kept:
                 needs[pool] = needs.get(pool, 0) + group.pages_per_state * (is_fresh + num_kept)

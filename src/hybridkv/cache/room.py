@@ -34,6 +34,15 @@ def could_fit(layout: CacheLayout, num_tokens: int) -> bool:
     return slabs < layout.num_slabs
 
 
+def longest_fit(layout: CacheLayout, most: int) -> int:
+    """The length of the longest request, up to `most`, that an empty arena has room for."""
+    fits, too_long = 0, most + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if could_fit(layout, middle) else (fits, middle)
+    return fits
+
+
 def _held_pages(group: CacheGroup, num_tokens: int, block_tokens: int) -> int:
     if group.role is Role.STATE:
         return group.pages_per_state

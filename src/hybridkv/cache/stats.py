@@ -26,6 +26,8 @@ class CacheStats:
     blocks_shared: int = 0
     """Computed although another request had published the same block meanwhile; one copy is kept."""
     blocks_evicted: int = 0
+    loaded_tokens: int = 0
+    """Prompt tokens that the index did not have, and that were loaded into it."""
     rollbacks: int = 0
     rolled_back_tokens: int = 0
     invalid_pages: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, make_pages
+from hybridkv.cache.held import Needs
 from hybridkv.cache.index import Checkpoint, Node, State, common_blocks, null_pages
 from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
 from hybridkv.cache.leasing import Leasing
@@ -35,35 +36,49 @@ class Steps:
         """By state group: whether the step must write to a new page, since others count on the present one."""
         return [state is None or state.refs > 1 or may_cut for state in lease.states]
 
-    def room_for(self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int) -> list[int] | NoRoom:
+    def unseen_blocks(self, lease: Lease, num_blocks: int, position: int) -> list[int]:
+        """By token group: how many of the next blocks nobody sees who goes on from `position`."""
+        first, unseen = self.num_table_blocks(lease), [0] * len(lease.tables)
+        for group in self.keeper.local:
+            unseen[group] = min(num_blocks, max(0, self.keeper.first_visible_block(group, position) - first))
+        return unseen
+
+    def room_for(
+        self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int, unseen: Sequence[int] = ()
+    ) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
-        keeper, needs = self.keeper, self.leasing.needs
+        keeper = self.keeper
         fresh = self.fresh_states(lease, may_cut)
+
+        def needs(num_kept: int) -> Needs:
+            return self.leasing.needs(lease, num_blocks, fresh, num_kept, unseen)
+
         inside = [position for position in kept if position < end] if self.state_groups else []
         most = _EVICTIONS_FOR_CHECKPOINTS
-        if inside and keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most) is None:
+        if inside and keeper.make_room(needs(len(inside)), most) is None:
             return kept
-        while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0))) is not None:
+        while (no_room := keeper.make_room(needs(0))) is not None:
             before, fresh = fresh, self.fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
                 return no_room
         if not inside:
             return kept
-        keeper.make_room(needs(lease, num_blocks, fresh, len(inside)), most)
+        keeper.make_room(needs(len(inside)), most)
         num_fit = len(inside)
-        while not keeper.arena.fits(needs(lease, num_blocks, fresh, num_fit)):
+        while not keeper.arena.fits(needs(num_fit)):
             num_fit -= 1
         keeper.stats.checkpoints_skipped += len(inside) - num_fit
         return kept[len(inside) - num_fit :]  # the last ones: most is computed before them
 
-    def add_blocks(self, lease: Lease, num_blocks: int) -> None:
+    def add_blocks(self, lease: Lease, num_blocks: int, unseen: Sequence[int] = ()) -> None:
         keeper = self.keeper
         for group, table in enumerate(lease.tables):
             if table is None:
                 continue
-            pages = keeper.arena.take(keeper.token_pools[group], num_blocks, lease.slabs)
-            table += pages
-            if lease.tail is not None:
+            skipped = unseen[group] if unseen else 0
+            pages = keeper.arena.take(keeper.token_pools[group], num_blocks - skipped, lease.slabs)
+            table += null_pages(skipped) + pages if skipped else pages
+            if lease.tail is not None and not skipped:
                 self._copy_tail(lease, group, lease.tail.tail_pages[group], pages[0])
 
     def _copy_tail(self, lease: Lease, group: int, tail_page: int, page: int) -> None:
@@ -137,6 +152,10 @@ class Steps:
 
     def accept(self, lease: Lease, step: InFlight, target: int) -> None:
         """The step is good up to `target`."""
+        loaded = step.loaded_to > step.start
+        if loaded:
+            lease.cached_tokens = min(target, step.loaded_to)
+            self.keeper.stats.loaded_tokens += lease.cached_tokens - step.start
         if target == step.end:
             if step.old_states:
                 self.keeper.drop_states(step.old_states)
@@ -164,6 +183,9 @@ class Steps:
             lease.keeps = [position for position in lease.keeps if position > target]
         if kept_positions and target >= lease.slide_at:
             self._slide(lease, target)
+        if loaded and target < step.loaded_to:  # what was loaded after it is wrong
+            self._clear_own_blocks(lease)
+            self.leasing.trim(lease)
 
     def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
         """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
@@ -188,8 +210,10 @@ class Steps:
         for one in kept:
             self.keeper.drop_states(one.states)
 
-    def drop_step(self, step: InFlight) -> None:
+    def drop_step(self, lease: Lease, step: InFlight) -> None:
         """Forget a step of a lease that is about to end."""
+        if step.loaded_to > step.start:
+            self._clear_own_blocks(lease)
         self.drop_kept(step.kept)
         self.keeper.drop_states(step.old_states)
 
@@ -202,11 +226,25 @@ class Steps:
             self.keeper.drop_states(lease.states)
             lease.states = [None] * len(self.state_groups)
         bad = lease.poisoned
-        if step.in_place or (bad is not None and bad < step.start):
+        loaded = step.loaded_to > step.start
+        if loaded:
+            self._clear_own_blocks(lease)
+        if loaded or step.in_place or (bad is not None and bad < step.start):
             self.leasing.reattach(lease, step.start if bad is None else min(bad, step.start))
         elif bad is not None:
             self.leasing.trim(lease)
         lease.poisoned = None
+
+    def _clear_own_blocks(self, lease: Lease) -> None:
+        """Whoever has the pages of a failed load next must not find what it left there.
+
+        The block begun, if there is one, was loaded over too: the lease lets it go, and goes back.
+        """
+        first = lease.computed // self.block_tokens
+        for pool, table in zip(self.keeper.token_pools, lease.tables, strict=True):
+            for page in () if table is None else table[first:]:
+                if page != NULL_PAGE:
+                    self.keeper.arena.clear(pool, page)
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +320,7 @@ class Steps:
                 assert table is not None
                 keeper.drop_local(lease.leaf, group, old, min(first, published))
                 if first > published:
-                    keeper.arena.give_back(keeper.token_pools[group], table[max(old, published) : first])
+                    keeper.give_back_blocks(group, table[max(old, published) : first])
                 table[old:first] = null_pages(first - old)
                 lease.local_first[group] = first
         lease.slide_at = self.leasing.next_slide(position)

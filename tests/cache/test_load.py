@@ -1,0 +1,329 @@
+"""Steps that begin with tokens whose pages are filled from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridkv.cache import NULL_PAGE, CacheError, CacheGroup, Lease, NoRoom, Role
+from tests.cache.sim import Sim
+from tests.cache.test_named import FULL, MIXES, STATE, sim, tokens, window
+
+PLAIN = ["full"]
+WITH_CHECKPOINTS = sorted(set(MIXES) - set(PLAIN))
+PROMPT = tokens(100)
+AT = 80
+"""Where a load of the prompt ends, unless a case says otherwise."""
+
+
+def begin(cache: Sim, prompt: list[int] = PROMPT) -> Lease:
+    return cache.cache.begin(prompt)
+
+
+def check_empty(cache: Sim) -> None:
+    """Nothing is held when nothing is cached, and no page holds what a failed load has left."""
+    cache.cache.reset()
+    cache.acknowledge_all()
+    cache.cache.check_integrity()
+    assert not any(cache.cache.pages_in_use().values()), cache.cache.pages_in_use()
+
+
+def tainted_tokens(cache: Sim) -> list[tuple[str, int]]:
+    """Pages of token groups, anywhere, that a bad load has written to."""
+    pools = {group.pool_name for group in cache.layout.token_groups}
+    slots = cache.memory.slots.items()
+    return [key for key, page in slots if key[0] in pools and any(value.tainted for value in page.values())]
+
+
+@pytest.fixture(params=sorted(MIXES))
+def mix(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# --- loads that come --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [AT, 90, 100], ids=["load alone", "with some", "with all"])
+def test_what_was_loaded_is_published_and_resumed_like_anything_computed(mix: str, count: int) -> None:
+    cache = sim(*MIXES[mix])
+    lease = begin(cache)
+    step = cache.extend(lease, count, num_loaded=AT)
+    assert step is not None
+    assert step.loaded is not None
+    assert (step.loaded.start, step.start, step.end) == (0, AT, count)
+    assert cache.cache.commit(lease) == count
+    assert lease.cached_tokens == AT
+    assert cache.cache.stats.loaded_tokens == AT
+    cache.cache.check_integrity()
+    other = cache.cache.begin(PROMPT[:85] + tokens(20, 9))
+    assert other.computed == AT
+    assert cache.compute(other)
+    if count < 100:
+        assert cache.compute(lease)
+    cache.cache.release(lease)
+    cache.cache.release(other)
+    check_empty(cache)
+
+
+def test_windows_get_pages_only_for_what_is_seen_from_the_end() -> None:
+    cache = sim(FULL, window(24))
+    lease = begin(cache)
+    step = cache.extend(lease, AT, num_loaded=AT)
+    assert step is not None
+    first = (AT - 23) // 16
+    assert list(step.tables["window24"][:first]) == [NULL_PAGE] * first
+    assert NULL_PAGE not in step.tables["window24"][first:]
+    assert NULL_PAGE not in step.tables["full"]
+    cache.cache.commit(lease)
+    assert cache.cache.pages_in_use() == {"full": 5, "window24": 5 - first}
+
+
+def test_a_window_loaded_before_computing_covers_the_end_of_the_load_not_of_the_step() -> None:
+    cache = sim(FULL, window(24))
+    lease = begin(cache)
+    step = cache.extend(lease, 100, num_loaded=AT)
+    assert step is not None
+    assert [page != NULL_PAGE for page in step.tables["window24"]] == [False, False, False, True, True, True, True]
+    cache.cache.commit(lease)
+    cache.cache.check_integrity()
+
+
+def test_the_state_that_is_loaded_is_not_written_again() -> None:
+    """It is a checkpoint from then on: the step reads it and writes elsewhere."""
+    cache = sim(FULL, STATE)
+    lease = begin(cache)
+    step = cache.extend(lease, 100, num_loaded=AT)
+    assert step is not None
+    assert step.loaded is not None
+    (segment, *_) = step.segments["state"]
+    assert segment.start == AT
+    assert segment.src == step.loaded.states["state"]
+    assert segment.dst != segment.src
+    cache.cache.commit(lease)
+    match = cache.cache.match(PROMPT[:85] + tokens(20, 9))
+    assert match.num_tokens == AT
+
+
+def test_a_load_continues_what_is_in_memory(mix: str) -> None:
+    cache = sim(*MIXES[mix])
+    cache.serve(PROMPT[:48])
+    lease = begin(cache)
+    assert lease.computed == 48
+    step = cache.extend(lease, 100 - 48, num_loaded=AT - 48)
+    assert step is not None
+    assert step.loaded is not None
+    assert (step.loaded.start, step.start) == (48, AT)
+    assert cache.cache.commit(lease) == 100
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_a_load_that_begins_at_a_tail_checkpoint(mix: str) -> None:
+    """A turn ended inside a block: its copy of that block is loaded over, as a whole."""
+    cache = sim(*MIXES[mix])
+    cache.serve(PROMPT[:40], PROMPT[40:52])
+    lease = begin(cache)
+    assert lease.computed == 51
+    step = cache.extend(lease, 100 - 51, num_loaded=AT - 51)
+    assert step is not None
+    assert cache.cache.commit(lease) == 100
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_a_load_may_end_inside_a_block_if_nothing_is_computed_after_it(mix: str) -> None:
+    cache = sim(*MIXES[mix])
+    lease = begin(cache)
+    assert cache.extend(lease, 75, num_loaded=75) is not None
+    assert cache.cache.commit(lease) == 75
+    cache.cache.check_integrity()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_loaded", "why"), [(90, 75, "end with a block"), (50, 64, "not more")])
+def test_loads_that_make_no_sense_are_refused(num_tokens: int, num_loaded: int, why: str) -> None:
+    cache = sim(FULL, STATE)
+    lease = begin(cache)
+    with pytest.raises(CacheError, match=why):
+        cache.cache.extend(lease, num_tokens, num_loaded=num_loaded)
+    assert cache.compute(lease)
+
+
+def test_drafts_and_taps_cannot_be_loaded() -> None:
+    cache = sim(FULL, CacheGroup("tap", Role.TAP, 2))
+    lease = cache.cache.begin(PROMPT, taps=["tap"])
+    with pytest.raises(CacheError, match="no taps"):
+        cache.cache.extend(lease, AT, num_loaded=AT)
+    other = begin(cache)
+    with pytest.raises(CacheError, match="no drafts"):
+        cache.cache.extend(other, AT, num_loaded=AT, drafts=[1])
+
+
+# --- loads that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [AT, 100], ids=["load alone", "with all"])
+@pytest.mark.parametrize("before", [0, 48, 51], ids=["from nothing", "from a block", "from a tail"])
+def test_a_load_that_fails_goes_back_and_leaves_clean_pages(mix: str, before: int, count: int) -> None:
+    cache = sim(*MIXES[mix])
+    if before:
+        cache.serve(PROMPT[:40], PROMPT[40:52]) if before == 51 else cache.serve(PROMPT[:48])
+    lease = begin(cache)
+    assert lease.computed == before
+    assert cache.extend(lease, count - before, num_loaded=AT - before, num_good=0) is not None
+    assert cache.cache.commit(lease, failed=True, sampled=[1]) == before
+    assert lease.num_tokens == 100
+    cache.cache.check_integrity()
+    cache.acknowledge_all()
+    assert not tainted_tokens(cache), "whoever gets the page next finds what the load has left"
+    assert not cache.reachable_taint()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+@pytest.mark.parametrize("num_good", [0, 5, 16, 40, 79])
+def test_a_load_that_was_cut_keeps_whole_blocks_where_every_block_can_be_resumed(num_good: int) -> None:
+    cache = sim(FULL)
+    lease = begin(cache)
+    assert cache.extend(lease, 100, num_loaded=AT, num_good=num_good) is not None
+    kept = num_good // 16 * 16
+    assert cache.cache.commit(lease, num_good) == kept
+    assert cache.cache.stats.loaded_tokens == kept
+    cache.cache.check_integrity()
+    cache.acknowledge_all()
+    assert not tainted_tokens(cache)
+    assert cache.cache.match(PROMPT).num_tokens == kept
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+@pytest.mark.parametrize("name", WITH_CHECKPOINTS)
+def test_a_load_that_was_cut_keeps_nothing_where_windows_and_states_are_those_of_its_end(name: str) -> None:
+    cache = sim(*MIXES[name])
+    lease = begin(cache)
+    assert cache.extend(lease, 100, num_loaded=AT, num_good=64) is not None
+    assert cache.cache.commit(lease, 64) == 0
+    cache.cache.check_integrity()
+    assert cache.cache.match(PROMPT).num_tokens == 0
+    assert not cache.reachable_taint()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_a_step_that_fails_after_a_good_load_goes_back_too(mix: str) -> None:
+    cache = sim(*MIXES[mix])
+    lease = begin(cache)
+    assert cache.extend(lease, 100, num_loaded=AT) is not None
+    assert cache.cache.commit(lease, failed=True) == 0
+    cache.cache.check_integrity()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_checkpoints_that_lay_inside_a_failed_load_are_wanted_again() -> None:
+    cache = sim(FULL, STATE)
+    lease = cache.cache.begin(PROMPT, breakpoints=[32, 64])
+    assert cache.extend(lease, 100, num_loaded=AT, num_good=0) is not None
+    cache.cache.commit(lease, failed=True)
+    assert lease.keeps[:2] == [32, 64]
+    assert cache.compute(lease)
+    assert cache.cache.match(PROMPT[:40] + tokens(20, 9)).num_tokens == 32
+
+
+# --- ends and no room -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_good", [True, False], ids=["good", "bad"])
+def test_an_abort_in_the_middle_of_a_load_keeps_its_pages_until_it_is_committed(mix: str, is_good: bool) -> None:
+    cache = sim(*MIXES[mix])
+    lease = begin(cache)
+    assert cache.extend(lease, 100, num_loaded=AT, num_good=None if is_good else 0) is not None
+    held = cache.cache.pages_in_use()
+    cache.cache.abort(lease)
+    assert cache.cache.pages_in_use() == held
+    cache.cache.check_integrity()
+    assert cache.cache.match(PROMPT).leader is None
+    assert cache.cache.commit(lease, failed=not is_good) == 0
+    assert lease.released
+    cache.acknowledge_all()
+    assert not tainted_tokens(cache)
+    check_empty(cache)
+
+
+@pytest.mark.parametrize("name", [name for name, groups in MIXES.items() if any(g.role is Role.FULL for g in groups)])
+def test_without_room_a_load_leaves_nothing_behind(name: str) -> None:
+    cache = sim(*MIXES[name], num_slabs=4 + 3 * len(MIXES[name]))
+    blocker = cache.cache.begin(tokens(4000, 7))
+    while cache.extend(blocker, 16) is not None:
+        cache.cache.commit(blocker)
+    lease = cache.cache.begin(tokens(900, 8))
+    before = (cache.cache.pages_in_use(), dict(lease.wanted), list(lease.keeps), lease.computed)
+    refused = cache.cache.extend(lease, 900, num_loaded=800)
+    assert isinstance(refused, NoRoom)
+    assert not lease.in_flight
+    assert (dict(lease.wanted), list(lease.keeps), lease.computed) == before[1:]
+    cache.cache.check_integrity()
+    cache.cache.release(lease, keep=False)
+    cache.cache.abort(blocker)
+    check_empty(cache)
+
+
+def test_without_a_page_for_the_loaded_state_there_is_no_room_to_compute_after_it_but_to_load() -> None:
+    """One state fits beside the KV: loaded and computed need two."""
+    state = CacheGroup("state", Role.STATE, 1)
+    cache = sim(FULL, state, num_slabs=3)
+    lease = begin(cache)
+    assert isinstance(cache.cache.extend(lease, 100, num_loaded=AT), NoRoom)
+    assert AT not in lease.keeps
+    assert AT not in lease.wanted
+    assert cache.extend(lease, AT, num_loaded=AT) is not None
+    assert cache.cache.commit(lease) == AT
+    cache.cache.check_integrity()
+
+
+def test_others_wait_for_a_load_that_ends_where_they_part(mix: str) -> None:
+    cache = sim(*MIXES[mix])
+    lease = begin(cache)
+    assert cache.extend(lease, AT, num_loaded=AT) is not None
+    match = cache.cache.match(PROMPT[:85] + tokens(20, 9))
+    assert match.leader is lease
+    assert match.leader_tokens == AT
+    assert cache.cache.follow(match)
+    cache.cache.commit(lease)
+    assert cache.cache.begin(PROMPT[:85] + tokens(20, 9)).computed == AT
+
+
+@pytest.mark.parametrize("name", WITH_CHECKPOINTS)
+def test_nobody_waits_for_a_load_that_ends_behind_where_they_part(name: str) -> None:
+    """It leaves a checkpoint at its end, and none before."""
+    cache = sim(*MIXES[name])
+    lease = begin(cache)
+    assert cache.extend(lease, AT, num_loaded=AT) is not None
+    match = cache.cache.match(PROMPT[:50] + tokens(20, 9))
+    assert not cache.cache.follow(match)
+
+
+def test_pages_of_a_load_do_not_move_while_it_is_under_way() -> None:
+    """Compaction in a full arena leaves them alone."""
+    cache = sim(FULL, STATE, num_slabs=12)
+    others = [cache.prompt(tokens(40, seed)) for seed in range(1, 4)]
+    lease = begin(cache)
+    step = cache.extend(lease, AT, num_loaded=AT)
+    assert step is not None
+    where: Any = (list(step.tables["full"]), step.loaded and step.loaded.states)
+    for other in others:
+        cache.cache.release(other)
+    big = cache.cache.begin(tokens(4000, 9))
+    while cache.extend(big, 16) is not None:
+        cache.cache.commit(big)
+    assert list(lease.named_tables["full"][:5]) == where[0]
+    assert where[1] is not None
+    assert tuple(lease.states[0].pages) == where[1]["state"]  # type: ignore[union-attr]
+    cache.cache.check_integrity()
