@@ -1,0 +1,271 @@
+"""A store made of any backend's blobs: headers, rows and checksums are dealt with here, once for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import isfinite
+from threading import Lock
+
+from xxhash import xxh3_64
+
+from hybridkv.store.blobs import Blob, Blobs, Draft, Usage, header_of
+from hybridkv.store.buffers import as_bytes, pieces, total
+from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
+from hybridkv.store.gate import Gate
+from hybridkv.store.names import ObjectName, check_group, check_namespace
+from hybridkv.store.objects import Header, Layout, Row, encode_header, layout
+from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
+from hybridkv.store.tally import Tally
+from hybridkv.units import format_bytes
+
+logger = logging.getLogger("hybridkv.store")
+
+
+class BlobStore(Store):
+    """Counts what happens, and deletes what is corrupt."""
+
+    keeps_corrupt = False
+    """For tools that only look."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.blobs = blobs
+        self.tally = Tally()
+        self._usage = Usage(0, 0)
+        """As last known."""
+        self._is_too_small = False
+
+    def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
+        with self.tally.faults():
+            found = self.blobs.lookup(names)
+        with self.tally as stats:
+            stats.hits += sum(found)
+            stats.misses += len(found) - sum(found)
+        return found
+
+    def open(self, name: ObjectName) -> BlobReader:
+        with self.tally.faults():
+            blob = self.blobs.open(name)
+            try:
+                header = header_of(name, blob)
+            except CorruptObject as error:
+                blob.close()
+                self.drop_corrupt(name, error)
+                raise
+            except BaseException:
+                blob.close()
+                raise
+        with self.tally as stats:
+            stats.opened += 1
+        return BlobReader(self, header, blob)
+
+    def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        if not isfinite(value) or value < 0 or not 0 <= position < 2**64:
+            raise StoreError(f"value {value}, position {position}: both are numbers from 0 up")
+        where = layout(name.group, row_bytes)
+        with self.tally.faults():
+            draft = self.blobs.draft(name, where.nbytes, value, position)
+        if draft is None and where.nbytes > self.blobs.size and not self._is_too_small:
+            self._is_too_small = True
+            sizes = f"{format_bytes(self.blobs.size)} is too small for an object of {format_bytes(where.nbytes)}"
+            logger.warning("%s: a store of %s, which is not kept; give it a larger size", name, sizes)
+        return None if draft is None else BlobWriter(self, name, value, position, list(row_bytes), where, draft)
+
+    def delete(self, names: Sequence[ObjectName]) -> int:
+        with self.tally.faults():
+            return self.blobs.delete(names)
+
+    def objects(
+        self, namespace: str | None = None, group: str | None = None, *, headers: bool = False
+    ) -> Iterator[Stored]:
+        if namespace is not None:
+            check_namespace(namespace)
+        if group is not None:
+            check_group(group)
+        for stored in self.blobs.objects(namespace, group):
+            yield self._with_header(stored) if headers and stored.value is None else stored
+
+    def touch(self, names: Sequence[ObjectName]) -> None:
+        with self.tally.faults():
+            self.blobs.touch(names)
+
+    def describe(self, namespace: str, info: Mapping[str, str]) -> None:
+        check_namespace(namespace)
+        with self.tally.faults():
+            self.blobs.describe(namespace, info)
+
+    def descriptions(self) -> dict[str, dict[str, str]]:
+        with self.tally.faults():
+            return self.blobs.descriptions()
+
+    @property
+    def stats(self) -> StoreStats:
+        with suppress(StoreFault):
+            self._usage = self.blobs.usage()
+        blobs, usage = self.blobs, self._usage
+        return replace(
+            self.tally.copy(), objects=usage.objects, nbytes=usage.nbytes, evicted=blobs.evicted, dropped=blobs.dropped
+        )
+
+    def collect(self) -> Leftovers:
+        with self.tally.faults():
+            return self.blobs.collect()
+
+    def shrink(self, nbytes: int) -> int:
+        with self.tally.faults():
+            return self.blobs.shrink(nbytes)
+
+    def on_evict(self, hook: EvictionHook | None) -> None:
+        def evicted(name: ObjectName, blob: Blob) -> None:
+            try:
+                header = header_of(name, blob)
+            except (CorruptObject, StoreFault):
+                blob.close()
+                return
+            assert hook is not None
+            hook(BlobReader(self, header, blob))
+
+        self.blobs.on_evict = None if hook is None else evicted
+
+    def close(self) -> None:
+        self.blobs.close()
+
+    def drop_corrupt(self, name: ObjectName, error: CorruptObject) -> None:
+        """Found missing from now on; where even that fails, it is found corrupt again."""
+        with self.tally as stats:
+            stats.corrupt += 1
+            count = stats.corrupt
+        if self.keeps_corrupt:
+            return
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a disk that goes bad has thousands
+            logger.warning("%s; it is deleted (corrupt objects so far: %d)", error, count)
+        with suppress(StoreFault), self.tally.faults():
+            self.blobs.delete([name])
+
+    def _with_header(self, stored: Stored) -> Stored:
+        """As it is where the header cannot be read: a listing is no check."""
+        try:
+            blob = self.blobs.open(stored.name)
+            try:
+                header = header_of(stored.name, blob)
+            finally:
+                blob.close()
+        except (MissingObject, CorruptObject):
+            return stored
+        return stored._replace(value=header.value, position=header.position)
+
+
+class BlobReader(Reader):
+    def __init__(self, store: BlobStore, header: Header, blob: Blob) -> None:
+        self.header = header
+        self._store = store
+        self._blob = blob
+        self._gate = Gate(f"the reader of {header.name}", blob.close)
+
+    def read(self, row: int, buffers: Sequence[memoryview]) -> None:
+        name, views = self.header.name, as_bytes(buffers)
+        entry = self.header.rows[_check_row(name, row, len(self.header.rows))]
+        _check_length(name, row, entry.nbytes, views)
+        with self._gate, self._store.tally.faults():
+            try:
+                self._read(entry, views)
+            except CorruptObject as error:
+                self._store.drop_corrupt(name, error)
+                raise
+        with self._store.tally as stats:
+            stats.read_bytes += entry.nbytes
+
+    def _read(self, entry: Row, views: Sequence[memoryview]) -> None:
+        digest, offset = xxh3_64(), entry.offset
+        for piece, wanted in pieces(views, entry.nbytes, self._blob.piece_bytes):
+            found = self._blob.read_at(offset, piece, wanted)
+            if found != wanted:
+                raise CorruptObject(f"{self.header.name}: it ends after {offset + found:,} bytes, inside a row")
+            for view in piece:
+                digest.update(view)
+            offset += wanted
+        if digest.intdigest() != entry.checksum:
+            raise CorruptObject(f"{self.header.name}: {entry.nbytes:,} bytes of a row are not those that were written")
+
+    def close(self) -> None:
+        self._gate.close()
+
+
+class BlobWriter(Writer):
+    def __init__(
+        self,
+        store: BlobStore,
+        name: ObjectName,
+        value: float,
+        position: int,
+        row_bytes: list[int],
+        where: Layout,
+        draft: Draft,
+    ) -> None:
+        self._store = store
+        self._name, self._value, self._position = name, value, position
+        self._row_bytes, self._where = row_bytes, where
+        self._draft = draft
+        self._checksums: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._committed = False
+        self._lock = Lock()
+        self._gate = Gate(f"the writer of {name}", self._end)
+
+    def write(self, row: int, buffers: Sequence[memoryview]) -> None:
+        views = as_bytes(buffers)
+        _check_row(self._name, row, len(self._row_bytes))
+        _check_length(self._name, row, self._row_bytes[row], views)
+        with self._gate, self._store.tally.faults():
+            with self._lock:
+                if row in self._begun:
+                    raise StoreError(f"{self._name}: row {row} is written twice")
+                self._begun.add(row)
+            digest = xxh3_64()
+            for view in views:
+                digest.update(view)
+            self._draft.write_at(self._where.offsets[row], views)
+            self._checksums[row] = digest.intdigest()
+
+    def commit(self) -> bool:
+        missing = [row for row in range(len(self._row_bytes)) if row not in self._checksums]
+        if missing:
+            self.abort()
+            raise StoreError(f"{self._name}: commit without rows {missing[:8]}; nothing is kept")
+        rows = [
+            Row(offset, nbytes, self._checksums[row])
+            for row, (offset, nbytes) in enumerate(zip(self._where.offsets, self._row_bytes, strict=True))
+        ]
+        header = encode_header(Header(self._name, self._value, self._position, tuple(rows)))
+        try:
+            with self._gate, self._store.tally.faults():
+                self._draft.write_at(0, [memoryview(header)])
+                first = self._draft.publish()
+                self._committed = True
+        finally:
+            self.abort()
+        if first:
+            with self._store.tally as stats:
+                stats.saved += 1
+                stats.saved_bytes += self._where.nbytes
+        return first
+
+    def abort(self) -> None:
+        self._gate.close()
+
+    def _end(self) -> None:
+        if not self._committed:
+            self._draft.discard()
+
+
+def _check_row(name: ObjectName, row: int, count: int) -> int:
+    if not 0 <= row < count:
+        raise StoreError(f"{name}: no row {row}, it has rows 0 to {count - 1}")
+    return row
+
+
+def _check_length(name: ObjectName, row: int, nbytes: int, views: Sequence[memoryview]) -> None:
+    if total(views) != nbytes:
+        raise StoreError(f"{name}: buffers of {total(views):,} bytes for row {row} of {nbytes:,}")

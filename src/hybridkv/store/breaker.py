@@ -1,0 +1,64 @@
+"""Whether something that failed may be tried again yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Lock
+
+_FIRST_REST_S = 1.0
+_LONGEST_REST_S = 60.0
+
+logger = logging.getLogger("hybridkv.store")
+
+
+class Breaker:
+    """Well, resting, or on trial. Says so in the log once when it fails and once when it is back."""
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._clock = clock
+        self._lock = Lock()
+        self._well = True
+        self._on_trial = False
+        self._failed_at = 0.0
+        self._reach = 0
+        """How far a call must get to show that all is well."""
+        self._rest = _FIRST_REST_S
+        self._until = 0.0
+
+    @property
+    def resting(self) -> bool:
+        return not self._well and not self._on_trial
+
+    def admit(self) -> bool:
+        """May a new call try? After a rest one may, and if nothing comes of it, one more after as long again."""
+        with self._lock:
+            if self._well:
+                return True
+            if self._clock() < self._until:
+                return False
+            self._on_trial = True
+            self._until = self._clock() + self._rest
+            return True
+
+    def fail(self, reach: int, error: Exception) -> None:
+        with self._lock:
+            if self._well:
+                self._rest, self._reach, self._failed_at = _FIRST_REST_S, reach, self._clock()
+                logger.warning("%s: %s; going on without it, trying again from time to time", self._what, error)
+            elif self._on_trial:
+                self._rest = min(2 * self._rest, _LONGEST_REST_S)
+                self._reach = max(self._reach, reach)
+            else:
+                return  # a call from before: it says nothing new
+            self._well = self._on_trial = False
+            self._until = self._clock() + self._rest
+
+    def succeed(self, reach: int) -> None:
+        if self._well:
+            return
+        with self._lock:
+            if self._on_trial and reach >= self._reach:
+                self._well, self._on_trial = True, False
+                logger.info("%s: back after %.0f s", self._what, self._clock() - self._failed_at)

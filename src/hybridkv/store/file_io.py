@@ -1,0 +1,161 @@
+"""Reading and writing files of objects.
+
+Bytes in the page cache are copied from there straight into the caller's buffers. Others are read past it where the file
+system can, through aligned buffers of our own: faster where rows are read here and there or by several threads, never
+much slower, and it leaves the cache to others. docs/store.md has the figures.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from threading import Lock
+
+from hybridkv.store.blobs import Blob
+from hybridkv.store.buffers import Buffers, scatter, skip
+from hybridkv.store.errors import StoreFault
+
+PIECE_BYTES = 1 << 20
+_ALIGNMENT = 4096
+_SMALLEST_DIRECT = 1 << 16
+_MOST_BUFFERS = 1024
+"""In one call, by POSIX."""
+
+
+class Direct(Enum):
+    """Whether to read past the page cache: what is not in it, everything, or nothing."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class faults:  # noqa: N801 - used as a verb
+    """`with faults("read", path):` errors of the operating system are faults of the store."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, *what: object) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            what = " ".join(map(str, self._what))
+            raise StoreFault(f"cannot {what}: {error.strerror or error}") from error
+
+
+class BouncePool:
+    """Aligned buffers that direct reads land in."""
+
+    def __init__(self, keep: int = 16) -> None:
+        self._keep = keep
+        self._lock = Lock()
+        self._free: list[memoryview] = []
+
+    @contextmanager
+    def borrow(self) -> Iterator[memoryview]:
+        with self._lock:
+            view = self._free.pop() if self._free else None
+        if view is None:
+            view = memoryview(mmap.mmap(-1, PIECE_BYTES))
+        try:
+            yield view
+        finally:
+            with self._lock:
+                if len(self._free) < self._keep:
+                    self._free.append(view)
+
+
+class FileBlob(Blob):
+    """A file, open: readable also after it was deleted."""
+
+    piece_bytes = PIECE_BYTES
+
+    def __init__(self, path: str, fd: int, direct: Direct, pool: BouncePool) -> None:
+        self.nbytes = os.fstat(fd).st_size
+        self._path = path
+        self._fd = fd
+        self._direct = direct
+        self._direct_fd: int | None = None
+        self._lock = Lock()
+        self._pool = pool
+
+    def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+        with faults("read", self._path):
+            if self._direct is Direct.OFF or not _SMALLEST_DIRECT <= nbytes <= PIECE_BYTES or offset % _ALIGNMENT:
+                return self._read(offset, buffers)
+            if self._direct is Direct.AUTO and self._read_cached(offset, buffers) == nbytes:
+                return nbytes
+            return self._read_direct(offset, buffers, nbytes)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
+
+    def _read(self, offset: int, buffers: Buffers) -> int:
+        return _in_full(lambda some, at: os.preadv(self._fd, some, at), offset, buffers)
+
+    def _read_cached(self, offset: int, buffers: Buffers) -> int:
+        """As much as the page cache has, without waiting for a disk."""
+        try:
+            return os.preadv(self._fd, buffers[:_MOST_BUFFERS], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            self._direct = Direct.OFF  # a file system in memory, most likely
+            return 0
+
+    def _read_direct(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+        fd = self._open_direct()
+        if fd is None:
+            return self._read(offset, buffers)
+        with self._pool.borrow() as bounce:
+            found = os.preadv(fd, [bounce[: -(-nbytes // _ALIGNMENT) * _ALIGNMENT]], offset)
+            if found < nbytes:  # the end of the file, or a read cut short: the other way knows
+                return self._read(offset, buffers)
+            return scatter(bounce[:nbytes], buffers)
+
+    def _open_direct(self) -> int | None:
+        """The same file once more; its path may lead to another by now."""
+        with self._lock:
+            if self._direct_fd is None and self._direct is not Direct.OFF:
+                try:
+                    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+                    self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+                except OSError:
+                    self._direct = Direct.OFF
+            return self._direct_fd
+
+
+def write_all(fd: int, offset: int, buffers: Buffers) -> None:
+    _in_full(lambda some, at: os.pwritev(fd, some, at), offset, buffers)
+
+
+def can_read_directly(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _in_full(move: Callable[[Buffers, int], int], offset: int, buffers: Buffers) -> int:
+    """Call again until all is done or nothing more comes; how many bytes were moved."""
+    done, rest = 0, [view for view in buffers if len(view)]
+    while rest:
+        moved = move(rest[:_MOST_BUFFERS], offset + done)
+        if moved == 0:
+            break
+        done += moved
+        rest = skip(rest, moved)
+    return done

@@ -1,0 +1,110 @@
+"""The tree of a file store, all of it below one directory of its own:
+
+    hybridkv-v1/ledger                          how much there is
+                objects/<namespace>/<group>/<two digits of the key>/<key>
+                drafts/                         objects being written, each locked by its writer while that lives
+                about/<namespace>.json          what people call a namespace
+
+Files of other names are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple
+
+from hybridkv.store.errors import StoreError
+from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
+
+ROOT = "hybridkv-v1"
+_PRIVATE = 0o700
+"""What a cache holds can be turned back into prompts."""
+
+
+class Found(NamedTuple):
+    namespace: str
+    group: str
+    key: str
+    nbytes: int
+    used_at: float
+
+    @property
+    def name(self) -> ObjectName:
+        return ObjectName(self.namespace, self.group, self.key)
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.root = path / ROOT
+        self.ledger = self.root / "ledger"
+        self.objects = self.root / "objects"
+        self.drafts = self.root / "drafts"
+        self.about = self.root / "about"
+        self._objects = str(self.objects)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for directory in (self.root, self.objects, self.drafts, self.about):
+                directory.mkdir(mode=_PRIVATE, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(f"{error.filename} is a file: a store needs a directory, name another") from None
+        except OSError as error:
+            raise StoreError(
+                f"no store can be made at {path}: {error.strerror}; name a directory that can be written to"
+            ) from None
+        if not os.access(self.drafts, os.W_OK | os.X_OK):
+            raise StoreError(f"{self.drafts} cannot be written to: name another directory or change its permissions")
+
+    def path(self, name: ObjectName) -> str:
+        return f"{self._objects}/{name.path}"
+
+    def has(self, name: ObjectName) -> bool:
+        try:
+            return S_ISREG(os.lstat(self.path(name)).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def make_parents(self, name: ObjectName) -> None:
+        """Never the root: if that has gone, its disk may be gone, and another must not be filled in its place."""
+        path = self._objects
+        for part in name.path.split("/")[:-1]:
+            path = f"{path}/{part}"
+            with suppress(FileExistsError):
+                os.mkdir(path, _PRIVATE)
+
+    def survey(self, namespace: str | None = None, group: str | None = None) -> Iterator[Found]:
+        """All objects, by their directory entries alone. What comes or goes meanwhile may be left out."""
+        for space in [namespace] if namespace else sorted(filter(is_namespace, _names(self._objects))):
+            above = f"{self._objects}/{space}"
+            for kind in [group] if group else sorted(filter(is_group, _names(above))):
+                for digits in _names(f"{above}/{kind}"):
+                    yield from _files(f"{above}/{kind}/{digits}", space, kind)
+
+    def remove_empty(self) -> None:
+        """Directories that hold nothing any more."""
+        for directory, _, _ in os.walk(self._objects, topdown=False):
+            if directory != self._objects:
+                with suppress(OSError):
+                    os.rmdir(directory)
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files(directory: str, namespace: str, group: str) -> Iterator[Found]:
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if is_key(entry.name) and entry.is_file(follow_symlinks=False):
+                        stat = entry.stat(follow_symlinks=False)
+                        yield Found(namespace, group, entry.name, stat.st_size, stat.st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        return

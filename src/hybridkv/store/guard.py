@@ -1,0 +1,164 @@
+"""Going on without a store that fails, and coming back to it.
+
+After a fault the store rests: lookups answer no and nothing is written, for 1 s, then 2 s, up to a minute; after each
+rest one call may try. Reading and writing rest apart: a full disk can still be read. Missing and corrupt objects are no
+faults.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from hybridkv.store.breaker import Breaker
+from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
+from hybridkv.store.names import ObjectName
+from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
+from hybridkv.store.tally import Tally
+
+# How far a call gets. A store is well again only when a call has got as far as the one that failed.
+_BEGUN, _OPEN, _MOVED = 0, 1, 2
+
+
+class Guarded(Store):
+    """`lookup`, `create`, `touch`, `describe` and `delete` never fail; `open`, `read`, `write` and `commit` say so."""
+
+    def __init__(self, store: Store, label: str = "store", clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self.label = label
+        self._reading = Breaker(f"{label}: reading", clock)
+        self._writing = Breaker(f"{label}: writing", clock)
+        self._tally = Tally()
+
+    def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
+        if self._reading.admit():
+            try:
+                with self._watched(self._reading, _BEGUN):
+                    return self.store.lookup(names)
+            except StoreFault:
+                return [False] * len(names)
+        self._skip(len(names))
+        return [False] * len(names)
+
+    def open(self, name: ObjectName) -> Reader:
+        if self._reading.resting:
+            self._skip(1)
+            raise StoreFault(f"{name}: {self.label} rests after a fault")
+        with self._watched(self._reading, _OPEN):
+            return _GuardedReader(self, self.store.open(name))
+
+    def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        if not self._writing.admit():
+            self._skip(1)
+            return None
+        try:
+            with self._watched(self._writing, _BEGUN):
+                writer = self.store.create(name, row_bytes, value=value, position=position)
+        except StoreFault:
+            return None
+        return None if writer is None else _GuardedWriter(self, writer)
+
+    def delete(self, names: Sequence[ObjectName]) -> int:
+        deleted: list[int] = []
+        self._leniently(len(names), lambda: deleted.append(self.store.delete(names)))
+        return sum(deleted)
+
+    def objects(
+        self, namespace: str | None = None, group: str | None = None, *, headers: bool = False
+    ) -> Iterator[Stored]:
+        return self.store.objects(namespace, group, headers=headers)
+
+    def touch(self, names: Sequence[ObjectName]) -> None:
+        self._leniently(len(names), lambda: self.store.touch(names))
+
+    def describe(self, namespace: str, info: Mapping[str, str]) -> None:
+        self._leniently(1, lambda: self.store.describe(namespace, info))
+
+    def descriptions(self) -> dict[str, dict[str, str]]:
+        return self.store.descriptions()
+
+    @property
+    def stats(self) -> StoreStats:
+        stats = self.store.stats
+        return replace(stats, skipped=stats.skipped + self._tally.copy().skipped)
+
+    def collect(self) -> Leftovers:
+        return self.store.collect()
+
+    def shrink(self, nbytes: int) -> int:
+        return self.store.shrink(nbytes)
+
+    def on_evict(self, hook: EvictionHook | None) -> None:
+        self.store.on_evict(hook)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def read(self, reader: Reader, row: int, buffers: Sequence[memoryview]) -> None:
+        with self._watched(self._reading, _MOVED):
+            reader.read(row, buffers)
+
+    def write(self, writer: Writer, row: int, buffers: Sequence[memoryview]) -> None:
+        with self._watched(self._writing, _OPEN):
+            writer.write(row, buffers)
+
+    def commit(self, writer: Writer) -> bool:
+        with self._watched(self._writing, _MOVED):
+            return writer.commit()
+
+    @contextmanager
+    def _watched(self, breaker: Breaker, reach: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            breaker.fail(reach, error)
+            raise StoreFault(f"{self.label}: {error.strerror or error}") from error
+        except StoreFault as error:
+            breaker.fail(reach, error)
+            raise
+        except (MissingObject, CorruptObject):
+            breaker.succeed(reach)
+            raise
+        breaker.succeed(reach)
+
+    def _leniently(self, count: int, call: Callable[[], None]) -> None:
+        """What is nice to have: not tried while the store rests, and faults are noted and otherwise forgotten."""
+        if self._writing.resting:
+            self._skip(count)
+            return
+        with suppress(StoreFault), self._watched(self._writing, _BEGUN):
+            call()
+
+    def _skip(self, count: int) -> None:
+        with self._tally as stats:
+            stats.skipped += count
+
+
+class _GuardedReader(Reader):
+    def __init__(self, guard: Guarded, reader: Reader) -> None:
+        self._guard = guard
+        self._reader = reader
+        self.header = reader.header
+
+    def read(self, row: int, buffers: Sequence[memoryview]) -> None:
+        self._guard.read(self._reader, row, buffers)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _GuardedWriter(Writer):
+    def __init__(self, guard: Guarded, writer: Writer) -> None:
+        self._guard = guard
+        self._writer = writer
+
+    def write(self, row: int, buffers: Sequence[memoryview]) -> None:
+        self._guard.write(self._writer, row, buffers)
+
+    def commit(self) -> bool:
+        return self._guard.commit(self._writer)
+
+    def abort(self) -> None:
+        self._writer.abort()

@@ -1,0 +1,86 @@
+"""Books that several processes keep together: how many bytes a directory holds, behind one lock.
+
+The lock is flock's, so it goes with the process that held it. The books are void while they are open: if that process
+is killed, the next one sees it and counts again. No file appears or goes except while they are open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from xxhash import xxh3_64_intdigest
+
+from hybridkv.store.errors import StoreError, StoreFault
+
+_COUNTS = struct.Struct("<QQ")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(slots=True)
+class Books:
+    objects: int = 0
+    nbytes: int = 0
+    """Of objects and of drafts."""
+
+
+class Ledger:
+    def __init__(self, path: Path, recount: Callable[[], Books]) -> None:
+        self._recount = recount
+        self._threads = Lock()
+        self._closed = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError as error:
+            os.close(self._fd)
+            raise StoreError(f"{path.parent} cannot be locked ({error.strerror}): choose another file system") from None
+
+    @contextmanager
+    def open(self) -> Iterator[Books]:
+        """Alone among all threads and processes. What is set in the books stays."""
+        with self._threads:
+            self._check_open()
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                books = self._read()
+                os.pwrite(self._fd, bytes(_COUNTS.size + _CHECKSUM.size), 0)
+                books = self._recount() if books is None else books
+                yield books
+                self._write(books)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def glance(self) -> Books | None:
+        """The counts as they are, without waiting. None: someone is at them."""
+        with self._threads:
+            self._check_open()
+            return self._read()
+
+    def close(self) -> None:
+        with self._threads:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreFault("the store is closed")
+
+    def _read(self) -> Books | None:
+        raw = os.pread(self._fd, _COUNTS.size + _CHECKSUM.size, 0)
+        counts, checksum = raw[: _COUNTS.size], raw[_COUNTS.size :]
+        if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != xxh3_64_intdigest(counts):
+            return None
+        return Books(*_COUNTS.unpack(counts))
+
+    def _write(self, books: Books) -> None:
+        counts = _COUNTS.pack(max(books.objects, 0), max(books.nbytes, 0))
+        os.pwrite(self._fd, counts + _CHECKSUM.pack(xxh3_64_intdigest(counts)), 0)

@@ -1,0 +1,193 @@
+"""Blobs in this process's memory, bounded. They are copies: what is written may change afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.errors import HybridKVError
+from hybridkv.store.blob_store import BlobStore
+from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
+from hybridkv.store.buffers import Buffers, gather, scatter, total
+from hybridkv.store.errors import MissingObject, StoreFault
+from hybridkv.store.names import ObjectName
+from hybridkv.store.ranking import Candidate, chosen, ranked, with_slack
+from hybridkv.store.store import Leftovers, Stored
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Entry:
+    data: Bytes
+    value: float
+    position: int
+    used_at: float
+
+
+class MemoryBlobs(Blobs):
+    def __init__(self, size: int, clock: Callable[[], float] = time.time) -> None:
+        if size < 1:
+            raise HybridKVError(f"a memory store of {size} bytes: give it a size such as 4GiB")
+        self.size = size
+        self._clock = clock
+        self._lock = Lock()
+        self._entries: dict[ObjectName, _Entry] = {}
+        self._descriptions: dict[str, dict[str, str]] = {}
+        self._used = 0
+        """Of entries and drafts."""
+
+    def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
+        return [name in self._entries for name in names]
+
+    def open(self, name: ObjectName) -> Blob:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise MissingObject(f"{name}: not in memory")
+        return MemoryBlob(entry.data)
+
+    def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
+        with self._lock:
+            if name in self._entries:
+                return None
+            gone = self._evict(with_slack(self._used + nbytes - self.size, self.size)) if nbytes <= self.size else []
+            fits = self._used + nbytes <= self.size
+            if fits:
+                self._used += nbytes
+            else:
+                self.dropped += 1
+        self._tell(gone)
+        if not fits:
+            return None
+        try:
+            data = np.empty(nbytes, np.uint8)
+        except MemoryError:
+            self.give_back(nbytes)
+            raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
+        return MemoryDraft(self, name, _Entry(data, value, position, self._clock()))
+
+    def add(self, name: ObjectName, entry: _Entry) -> bool:
+        with self._lock:
+            if name in self._entries:
+                self._used -= len(entry.data)
+                return False
+            entry.used_at = self._clock()
+            self._entries[name] = entry
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+    def delete(self, names: Sequence[ObjectName]) -> int:
+        with self._lock:
+            return sum(self._remove(name) is not None for name in names)
+
+    def objects(self, namespace: str | None, group: str | None) -> Iterator[Stored]:
+        with self._lock:
+            found = list(self._entries.items())
+        for name, entry in found:
+            if namespace in (None, name.namespace) and group in (None, name.group):
+                yield Stored(name, len(entry.data), entry.used_at, entry.value, entry.position)
+
+    def touch(self, names: Sequence[ObjectName]) -> None:
+        with self._lock:
+            now = self._clock()
+            for name in names:
+                if name in self._entries:
+                    self._entries[name].used_at = now
+
+    def describe(self, namespace: str, info: Mapping[str, str]) -> None:
+        self._descriptions[namespace] = dict(info)
+
+    def descriptions(self) -> dict[str, dict[str, str]]:
+        return {namespace: dict(info) for namespace, info in self._descriptions.items()}
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self._entries), self._used)
+
+    def collect(self) -> Leftovers:
+        return Leftovers(0, 0)
+
+    def shrink(self, nbytes: int) -> int:
+        with self._lock:
+            gone = self._evict(self._used - nbytes)
+        self._tell(gone)
+        return len(gone)
+
+    def close(self) -> None:
+        with self._lock:
+            for name in list(self._entries):
+                self._remove(name)
+
+    def _evict(self, nbytes: int) -> list[tuple[ObjectName, _Entry]]:
+        """Free so many bytes, if there is anything to evict."""
+        if nbytes <= 0:
+            return []
+        candidates = [
+            Candidate(name, len(entry.data), entry.used_at, entry.value, entry.position)
+            for name, entry in self._entries.items()
+        ]
+        gone = []
+        for one in chosen(ranked(candidates, self._clock()), nbytes):
+            entry = self._remove(one.name)
+            if entry is not None:
+                gone.append((one.name, entry))
+        self.evicted += len(gone)
+        return gone
+
+    def _tell(self, gone: list[tuple[ObjectName, _Entry]]) -> None:
+        """Outside the lock: who listens may take a while."""
+        hook = self.on_evict
+        if hook is not None:
+            for name, entry in gone:
+                hook(name, MemoryBlob(entry.data))
+
+    def _remove(self, name: ObjectName) -> _Entry | None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._used -= len(entry.data)
+        return entry
+
+
+class MemoryBlob(Blob):
+    """Holds its bytes, also after the object has gone."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.nbytes = len(data)
+        self._data = data.data
+
+    def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+        return scatter(self._data[offset : offset + nbytes], buffers)
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryDraft(Draft):
+    def __init__(self, blobs: MemoryBlobs, name: ObjectName, entry: _Entry) -> None:
+        self._blobs = blobs
+        self._name = name
+        self._entry = entry
+
+    def write_at(self, offset: int, buffers: Buffers) -> None:
+        gather(self._entry.data.data[offset : offset + total(buffers)], buffers)
+
+    def publish(self) -> bool:
+        return self._blobs.add(self._name, self._entry)
+
+    def discard(self) -> None:
+        self._blobs.give_back(len(self._entry.data))
+
+
+class MemoryStore(BlobStore):
+    """Objects in this process's memory, at most `size` bytes of them."""
+
+    def __init__(self, size: int, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(MemoryBlobs(size, clock))

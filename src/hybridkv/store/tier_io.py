@@ -1,0 +1,135 @@
+"""Reading from the first of several stores that can, and writing to several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+
+import numpy as np
+
+from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
+from hybridkv.store.names import ObjectName
+from hybridkv.store.store import Reader, Store, Writer
+from hybridkv.store.tally import Tally
+
+
+class TieredReader(Reader):
+    """Turns to the next store that has the object when one fails. Every copy of a name is as good as any other."""
+
+    def __init__(self, stores: Sequence[Store], name: ObjectName, tally: Tally) -> None:
+        self._stores = stores
+        self._name = name
+        self._tally = tally
+        self._lock = Lock()
+        self._readers: list[Reader] = []
+        self.level = 0
+        """The store that is read from."""
+        first = self._open_from(0)
+        self._readers.append(first)
+        self.header = first.header
+
+    def read(self, row: int, buffers: Sequence[memoryview]) -> None:
+        while True:
+            reader = self._readers[-1]
+            try:
+                reader.read(row, buffers)
+                break
+            except (CorruptObject, StoreFault) as error:
+                self._turn_from(reader, error)
+        with self._tally as stats:
+            stats.read_bytes += self.header.rows[row].nbytes
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._readers:
+                reader.close()
+
+    def _turn_from(self, reader: Reader, error: StoreError) -> None:
+        """Open the next store's copy, unless another thread has done so. Raises `error` where there is none."""
+        with self._lock:
+            if reader is not self._readers[-1]:
+                return
+            try:
+                following = self._open_from(self.level + 1)
+            except StoreError:
+                raise error from None
+            self._readers.append(following)
+            if [row.nbytes for row in following.header.rows] != [row.nbytes for row in self.header.rows]:
+                raise error
+
+    def _open_from(self, level: int) -> Reader:
+        trouble: StoreError = MissingObject(f"{self._name}: in no tier")
+        for here in range(level, len(self._stores)):
+            try:
+                reader = self._stores[here].open(self._name)
+            except MissingObject:
+                continue
+            except (CorruptObject, StoreFault) as error:
+                trouble = error
+                continue
+            self.level = here
+            return reader
+        raise trouble
+
+
+class TieredWriter(Writer):
+    """A store that fails is left out; it is an error only when none is left."""
+
+    def __init__(self, writers: Sequence[Writer], nbytes: int, tally: Tally | None = None) -> None:
+        self._writers = list(writers)
+        self._nbytes = nbytes
+        self._tally = tally
+        self._lock = Lock()
+
+    def write(self, row: int, buffers: Sequence[memoryview]) -> None:
+        for writer in self._alive():
+            try:
+                writer.write(row, buffers)
+            except StoreFault as error:
+                self._leave_out(writer, error)
+
+    def commit(self) -> bool:
+        first = False
+        for writer in self._alive():
+            try:
+                first = writer.commit() or first
+            except StoreFault as error:
+                self._leave_out(writer, error)
+        if first and self._tally is not None:
+            with self._tally as stats:
+                stats.saved += 1
+                stats.saved_bytes += self._nbytes
+        return first
+
+    def abort(self) -> None:
+        for writer in self._alive():
+            writer.abort()
+
+    def _alive(self) -> list[Writer]:
+        with self._lock:
+            return list(self._writers)
+
+    def _leave_out(self, writer: Writer, error: StoreFault) -> None:
+        writer.abort()
+        with self._lock:
+            if writer in self._writers:
+                self._writers.remove(writer)
+            if not self._writers:
+                raise error
+
+
+def copy_object(reader: Reader, stores: Sequence[Store]) -> bool:
+    """Read once, write to all that want it. False: none did."""
+    header = reader.header
+    sizes = [row.nbytes for row in header.rows]
+    created = (store.create(header.name, sizes, value=header.value, position=header.position) for store in stores)
+    writers = [writer for writer in created if writer is not None]
+    if not writers:
+        return False
+    buffer = np.empty(max(sizes), np.uint8).data
+    with TieredWriter(writers, sum(sizes)) as writer:
+        for row, nbytes in enumerate(sizes):
+            reader.read(row, [buffer[:nbytes]])
+            writer.write(row, [buffer[:nbytes]])
+        writer.commit()
+    return True

@@ -1,0 +1,206 @@
+"""Several stores as one, the fastest first. Objects move up when they are read, and down as their tier's URL says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from threading import Lock
+from typing import NamedTuple
+
+from hybridkv.store.courier import Courier, Errand
+from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.store.names import ObjectName
+from hybridkv.store.objects import layout
+from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
+from hybridkv.store.tally import Tally
+from hybridkv.store.tier_io import TieredReader, TieredWriter, copy_object
+
+_MOST_WAITING_BYTES = 256 << 20
+_BATCH = 256
+
+
+class Write(Enum):
+    """When objects reach the tier below: at once, or when they are evicted and at the end."""
+
+    THROUGH = "through"
+    BACK = "back"
+
+
+class Tier(NamedTuple):
+    store: Store
+    write: Write = Write.THROUGH
+
+
+class TieredStore(Store):
+    def __init__(self, tiers: Sequence[Tier], most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
+        if not tiers:
+            raise StoreError("no tiers: a tiered store has at least one")
+        self.tiers = tuple(tier.store for tier in tiers)
+        self._back = [level for level, tier in enumerate(tiers[:-1]) if tier.write is Write.BACK]
+        self._written = self.tiers[: self._back[0] + 1] if self._back else self.tiers
+        """The tiers that new objects are written to."""
+        self._courier = Courier(most_waiting_bytes)
+        self._tally = Tally()
+        self._lock = Lock()
+        self._rising: set[ObjectName] = set()
+        self._closed = False
+        for level in self._back:
+            self.tiers[level].on_evict(lambda reader, level=level: self._sink(reader, level + 1))  # type: ignore[misc]
+
+    def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
+        found = self._find(names)
+        with self._tally as stats:
+            stats.hits += sum(found)
+            stats.misses += len(found) - sum(found)
+        return found
+
+    def open(self, name: ObjectName) -> Reader:
+        reader = TieredReader(self.tiers, name, self._tally)
+        with self._tally as stats:
+            stats.opened += 1
+        if reader.level:
+            self._raise(reader.level, name, reader.header.nbytes)
+        return reader
+
+    def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        created = (store.create(name, row_bytes, value=value, position=position) for store in self._written)
+        writers = [writer for writer in created if writer is not None]
+        return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._tally) if writers else None
+
+    def delete(self, names: Sequence[ObjectName]) -> int:
+        found = self._find(names)
+        for store in self.tiers:
+            store.delete(names)
+        return sum(found)
+
+    def objects(
+        self, namespace: str | None = None, group: str | None = None, *, headers: bool = False
+    ) -> Iterator[Stored]:
+        """Each once, as the fastest tier has it."""
+        seen: set[ObjectName] = set()
+        for store in self.tiers:
+            for stored in store.objects(namespace, group, headers=headers):
+                if stored.name not in seen:
+                    seen.add(stored.name)
+                    yield stored
+
+    def touch(self, names: Sequence[ObjectName]) -> None:
+        for store in self.tiers:
+            store.touch(names)
+
+    def describe(self, namespace: str, info: Mapping[str, str]) -> None:
+        for store in self.tiers:
+            store.describe(namespace, info)
+
+    def descriptions(self) -> dict[str, dict[str, str]]:
+        return {key: info for store in reversed(self.tiers) for key, info in store.descriptions().items()}
+
+    @property
+    def stats(self) -> StoreStats:
+        """What callers see once; gauges, evictions and troubles of all tiers together."""
+        stats = self._tally.copy()
+        for tier in (store.stats for store in self.tiers):
+            stats.objects += tier.objects
+            stats.nbytes += tier.nbytes
+            stats.evicted += tier.evicted
+            stats.dropped += tier.dropped
+            stats.corrupt += tier.corrupt
+            stats.faults += tier.faults
+            stats.skipped += tier.skipped
+        return stats
+
+    def collect(self) -> Leftovers:
+        found = [store.collect() for store in self.tiers]
+        return Leftovers(sum(one.files for one in found), sum(one.nbytes for one in found))
+
+    def shrink(self, nbytes: int) -> int:
+        """All tiers together, each to an equal share."""
+        return sum(store.shrink(nbytes // len(self.tiers)) for store in self.tiers)
+
+    def on_evict(self, hook: EvictionHook | None) -> None:
+        self.tiers[-1].on_evict(hook)
+
+    def drain(self) -> None:
+        """Wait for the copies that are under way."""
+        self._courier.drain()
+
+    def close(self) -> None:
+        """Waits for copies under way, and takes down what only upper tiers have where they write back."""
+        if self._closed:
+            return
+        self._closed = True
+        for level in self._back:
+            self._sink_all(level)
+        self._courier.close()
+        for store in self.tiers:
+            store.close()
+
+    def _find(self, names: Sequence[ObjectName]) -> list[bool]:
+        found, pending = [False] * len(names), list(range(len(names)))
+        for store in self.tiers:
+            if not pending:
+                break
+            for number, there in zip(pending, store.lookup([names[number] for number in pending]), strict=True):
+                found[number] = there
+            pending = [number for number in pending if not found[number]]
+        return found
+
+    def _raise(self, level: int, name: ObjectName, nbytes: int) -> None:
+        """Copy an object of tier `level` to those above."""
+
+        def run() -> None:
+            try:
+                with self.tiers[level].open(name) as reader:
+                    copied = copy_object(reader, self.tiers[:level])
+            except StoreError:
+                copied = False
+            with self._lock:
+                self._rising.discard(name)
+            with self._tally as stats:
+                stats.promoted += copied
+
+        with self._lock:
+            if name in self._rising:
+                return
+            self._rising.add(name)
+        if not self._courier.offer(Errand(nbytes, run)):
+            with self._lock:
+                self._rising.discard(name)
+            self._drop()
+
+    def _sink(self, reader: Reader, level: int) -> None:
+        """Copy an object that was evicted above to tier `level`."""
+        if not self._courier.offer(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level))):
+            reader.close()
+            self._drop()
+
+    def _sink_now(self, reader: Reader, level: int) -> None:
+        with reader:
+            try:
+                copy_object(reader, [self.tiers[level]])
+            except StoreError:
+                self._drop()
+
+    def _sink_all(self, level: int) -> None:
+        try:
+            stored = [one.name for one in self.tiers[level].objects()]
+        except StoreFault:  # what it had is lost, the rest must still be closed
+            self._drop()
+            return
+        for start in range(0, len(stored), _BATCH):
+            batch = stored[start : start + _BATCH]
+            for name, there in zip(batch, self.tiers[level + 1].lookup(batch), strict=True):
+                if not there:
+                    self._sink_stored(name, level)
+
+    def _sink_stored(self, name: ObjectName, level: int) -> None:
+        try:
+            reader = self.tiers[level].open(name)
+        except StoreError:
+            self._drop()
+            return
+        self._courier.hand_over(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1)))
+
+    def _drop(self) -> None:
+        with self._tally as stats:
+            stats.dropped += 1

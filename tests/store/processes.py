@@ -1,0 +1,174 @@
+"""Processes that use one directory, for tests that kill them. A program of its own: forking needs a quiet parent.
+
+    python -m tests.store.processes PART DIRECTORY
+
+Exits with 0 if all went well, and says on stderr what did not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.store import FileStore, MissingObject, StoreFault
+from hybridkv.store.files import FileBlobs
+from tests.store.samples import load, name_of, rows_of, save
+
+ROWS = (6000, 300_000)
+SIZE = 4 << 20
+CALLS = ("open", "ftruncate", "pwritev", "pwrite", "rename", "unlink", "mkdir", "close", "fdatasync")
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)
+
+
+def check(directory: Path) -> int:
+    """After anything: all that is visible is whole, nothing else survives, the books are right. How many there are."""
+    with FileStore(directory, SIZE) as store:
+        blobs = store.blobs
+        assert isinstance(blobs, FileBlobs)
+        counted = blobs.recount()
+        assert blobs.usage() == (counted.objects, counted.nbytes), "the books are wrong"
+        count = 0
+        for stored in store.objects():
+            assert load(store, stored.name) == rows_of(stored.name, ROWS), stored
+            count += 1
+        assert store.stats.corrupt == 0
+        assert os.listdir(directory / "hybridkv-v1" / "drafts") == []
+        return count
+
+
+def write_some(directory: Path, seed: int, count: int, sync: bool = False) -> None:
+    with FileStore(directory, SIZE, sync=sync) as store:
+        for number in range(count):
+            save(store, name_of(f"{seed} {number}"), ROWS)
+
+
+def kill_at_call(directory: Path) -> None:
+    """Kill a writer before and after each call that changes files, through the whole life of two objects."""
+    total = survivors = 0
+    for when in ("before", "after"):
+        for number in range(1, 1000):
+            pid = fork(partial(die_at, directory, number, when))
+            if os.waitpid(pid, 0)[1] == 0:
+                break
+            total += 1
+            survivors = check(directory)
+    assert total >= 60, f"only {total} places to die at"
+    assert survivors
+
+
+def die_at(directory: Path, number: int, when: str) -> None:
+    left = [number]
+
+    def deadly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*args, **options)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    for name in CALLS:
+        setattr(os, name, partial(deadly, getattr(os, name)))
+    write_some(directory, number * 2 + (when == "after"), 2, sync=True)
+
+
+def kill_at_random(directory: Path) -> None:
+    """Kill one of two writers at any moment; the other's drafts must not suffer."""
+    source = random.Random(1)
+    for number in range(60):
+        victim = fork(partial(write_some, directory, number, 1000))
+        witness = fork(partial(write_some, directory, number + 1000, 6))
+        time.sleep(source.uniform(0, 0.03))
+        os.kill(victim, signal.SIGKILL)
+        os.waitpid(victim, 0)
+        assert os.waitpid(witness, 0)[1] == 0, "a writer suffered from another's end"
+        if number % 10 == 9:
+            assert check(directory)
+
+
+def share(directory: Path) -> None:
+    """Several processes write, read, touch, delete and evict; one watches the limit."""
+    workers = [fork(partial(work_among_others, directory, number)) for number in range(4)]
+    most = 0
+    with FileStore(directory, SIZE) as store:
+        blobs = store.blobs
+        assert isinstance(blobs, FileBlobs)
+        while workers:
+            with blobs.ledger.open() as books:
+                counted = blobs.recount()
+            assert counted == books, "the books are wrong"
+            most = max(most, counted.nbytes)
+            pid, status = os.waitpid(workers[0], os.WNOHANG)
+            if pid:
+                assert status == 0, "a worker failed"
+                workers.pop(0)
+            time.sleep(0.005)
+    assert most <= SIZE, f"{most} bytes where {SIZE} are allowed"
+    assert most > SIZE // 2, "they never came near the limit"
+    assert check(directory)
+
+
+def work_among_others(directory: Path, number: int) -> None:
+    source = random.Random(number)
+    with FileStore(directory, SIZE) as store:
+        for step in range(150):
+            name = name_of(source.randrange(40))
+            if step % 10 == 3:
+                store.collect()
+            if step % 10 == 5:
+                store.delete([name])
+            if not save(store, name, ROWS, position=step):
+                store.touch([name])
+            try:
+                assert load(store, name) == rows_of(name, ROWS)
+            except MissingObject:
+                continue
+        stats = store.stats
+        assert stats.corrupt == stats.faults == 0
+        assert stats.evicted > 0
+
+
+def file_size_limit(directory: Path) -> None:
+    """Files may not grow: every write fails, reading goes on."""
+    with FileStore(directory, SIZE) as store:
+        save(store, name_of(1), ROWS)
+        before = store.stats.nbytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(StoreFault, match="File too large"):
+            save(store, name_of(2), ROWS)
+        assert store.stats.nbytes == before
+        assert store.lookup([name_of(1), name_of(2)]) == [True, False]
+    assert check(directory) == 1
+
+
+PARTS = {
+    "kill-at-call": kill_at_call,
+    "kill-at-random": kill_at_random,
+    "share": share,
+    "file-size-limit": file_size_limit,
+}
+
+if __name__ == "__main__":
+    PARTS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,54 @@
+"""What goes first when a store is full."""
+
+from __future__ import annotations
+
+from hybridkv.store.ranking import Candidate, chosen, ranked, with_slack
+from tests.store.samples import name_of
+
+NOW = 1_000_000.0
+
+
+def candidate(number: int, age: float = 100, value: float = 1, position: int = 0, group: str = "full") -> Candidate:
+    return Candidate(name_of(number, group), 10, NOW - age, value, position)
+
+
+def order(*candidates: Candidate) -> list[int]:
+    found = ranked(candidates, NOW)
+    return [candidates.index(one) for one in found]
+
+
+def test_the_longest_unused_goes_first() -> None:
+    assert order(candidate(0, age=10), candidate(1, age=1000), candidate(2, age=100)) == [1, 2, 0]
+
+
+def test_of_the_same_age_the_least_valuable_group_goes_first() -> None:
+    states = [candidate(number, value=50, group="state") for number in (0, 1)]
+    assert order(states[0], candidate(2), states[1], candidate(3))[:2] == [1, 3]
+
+
+def test_value_makes_up_for_age_and_no_more() -> None:
+    state = candidate(0, age=1000, value=50, group="state")
+    assert order(state, candidate(1, age=100)) == [1, 0]
+    assert order(state, candidate(1, age=5)) == [0, 1]
+
+
+def test_a_chain_goes_from_its_end_even_where_deeper_is_worth_more() -> None:
+    chain = [candidate(number, value=1 + number, position=256 * (number + 1), age=100 - number) for number in range(8)]
+    assert order(*chain) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_of_the_same_age_and_depth_the_least_valuable_goes_first() -> None:
+    assert order(candidate(0, value=3), candidate(1, value=2), candidate(2, value=4)) == [1, 0, 2]
+
+
+def test_worthless_and_future_objects_have_a_place_too() -> None:
+    assert order(candidate(0, age=-50), candidate(1, value=0, group="state"))[0] == 1
+
+
+def test_as_many_go_as_are_needed() -> None:
+    ten = [candidate(number) for number in range(10)]
+    assert len(chosen(ten, 25)) == 3
+    assert len(chosen(ten, 1000)) == 10
+    assert chosen(ten, 0) == []
+    assert with_slack(0, 6400) == with_slack(-5, 6400) == 0
+    assert with_slack(5, 6400) == 105

@@ -1,0 +1,224 @@
+"""Tiers: reading from the fastest that can, moving up, writing through and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridkv.store import (
+    CorruptObject,
+    FileStore,
+    Guarded,
+    MemoryStore,
+    MissingObject,
+    Store,
+    StoreError,
+    StoreFault,
+    Tier,
+    TieredStore,
+    Write,
+)
+from tests.store.conformance import StoreConformance
+from tests.store.faulty import Fault, FaultyStore, Kind
+from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
+
+ONE = 8192
+NAMES = [name_of(number) for number in range(12)]
+
+
+class TestTwoTiers(StoreConformance):
+    copies = 2
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return TieredStore([Tier(MemoryStore(16 << 20)), Tier(FileStore(tmp_path, 16 << 20))])
+
+
+class TestThreeGuardedTiers(StoreConformance):
+    copies = 3
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        stores = [MemoryStore(16 << 20), FileStore(tmp_path / "a", 16 << 20), FileStore(tmp_path / "b", 16 << 20)]
+        return TieredStore([Tier(Guarded(store)) for store in stores])
+
+
+def pair(upper: int = 1 << 20, lower: int = 1 << 20, write: Write = Write.THROUGH) -> tuple[Store, Store, TieredStore]:
+    above, below = MemoryStore(upper), MemoryStore(lower)
+    return above, below, TieredStore([Tier(above, write), Tier(below)])
+
+
+def test_objects_are_written_through() -> None:
+    above, below, store = pair()
+    save(store, NAMES[0])
+    assert load(above, NAMES[0]) == load(below, NAMES[0]) == rows_of(NAMES[0])
+
+
+def test_what_is_read_from_below_moves_up() -> None:
+    above, below, store = pair()
+    save(below, NAMES[0], value=7.0, position=9)
+    assert store.lookup(NAMES[:2]) == [True, False]
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+    store.drain()
+    with above.open(NAMES[0]) as reader:
+        assert (reader.header.value, reader.header.position) == (7.0, 9)
+    assert store.stats.promoted == 1
+    below.delete(NAMES)
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+
+
+def test_looking_up_moves_nothing() -> None:
+    above, below, store = pair()
+    save(below, NAMES[0])
+    store.lookup(NAMES)
+    store.drain()
+    assert list(above.objects()) == []
+
+
+def test_only_the_lower_tier_is_written_where_the_upper_has_it() -> None:
+    above, below, store = pair()
+    save(above, NAMES[0])
+    assert save(store, NAMES[0])
+    assert below.lookup(NAMES[:1]) == [True]
+    assert not save(store, NAMES[0])
+
+
+def test_what_waits_to_move_up_is_bounded() -> None:
+    slow = Fault(Kind.SLOW_WRITE)
+    above, below = FaultyStore(MemoryStore(1 << 20), [slow]), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above), Tier(below)], most_waiting_bytes=3 * ONE)
+    for name in NAMES:
+        save(below, name, [4096])
+    for name in NAMES:
+        with store.open(name):
+            pass
+    assert store.stats.dropped == len(NAMES) - 3
+    slow.release.set()
+    store.drain()
+    assert store.stats.promoted == above.stats.objects == 3
+    with store.open(NAMES[-1]):
+        pass
+    store.drain()
+    assert above.stats.objects == 4
+
+
+def test_one_object_waits_once() -> None:
+    slow = Fault(Kind.SLOW_WRITE)
+    above, below = FaultyStore(MemoryStore(1 << 20), [slow]), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above), Tier(below)])
+    save(below, NAMES[0])
+    for _ in range(5):
+        load(store, NAMES[0])
+    slow.release.set()
+    store.drain()
+    assert (store.stats.promoted, store.stats.dropped) == (1, 0)
+    assert below.stats.opened == 5 + 1
+
+
+def test_back_keeps_new_objects_above_until_they_are_evicted() -> None:
+    above, below, store = pair(upper=4 * ONE, write=Write.BACK)
+    for name in NAMES[:4]:
+        assert save(store, name, [4096])
+    assert list(below.objects()) == []
+    for name in NAMES[4:]:
+        assert save(store, name, [4096])
+    store.drain()
+    gone = [name for name, there in zip(NAMES, above.lookup(NAMES), strict=True) if not there]
+    assert len(gone) >= 8
+    assert all(load(below, name) == rows_of(name, [4096]) for name in gone)
+    assert store.lookup(NAMES) == [True] * 12
+
+
+def test_back_takes_everything_down_at_the_end(tmp_path: Path) -> None:
+    store = TieredStore([Tier(MemoryStore(1 << 20), Write.BACK), Tier(FileStore(tmp_path, 1 << 20))])
+    for name in NAMES:
+        save(store, name, [4096])
+    store.close()
+    below = FileStore(tmp_path, 1 << 20)
+    assert [load(below, name) for name in NAMES] == [rows_of(name, [4096]) for name in NAMES]
+
+
+def test_back_from_files_takes_evicted_ones_down(tmp_path: Path) -> None:
+    above, below = FileStore(tmp_path, 4 * ONE), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above, Write.BACK), Tier(below)])
+    for name in NAMES:
+        assert save(store, name, [4096])
+    store.drain()
+    assert above.stats.evicted >= 8
+    assert store.lookup(NAMES) == [True] * 12
+    for name in NAMES:
+        assert load(store, name) == rows_of(name, [4096])
+        store.drain()  # what moves up sends another down, and that one is in neither for a moment
+
+
+@pytest.mark.parametrize("kind", [Kind.FLIP_HEADER, Kind.FLIP_ROW, Kind.FAIL_OPEN, Kind.FAIL_READ, Kind.MISSING])
+def test_fault_above_is_made_good_from_below(kind: Kind) -> None:
+    above, below = FaultyStore(MemoryStore(1 << 20)), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above), Tier(below)])
+    save(store, NAMES[0])
+    above.faults.append(Fault(kind))
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+
+
+def test_fault_in_all_tiers_is_told() -> None:
+    tiers = [FaultyStore(MemoryStore(1 << 20)) for _ in range(2)]
+    store = TieredStore([Tier(tier) for tier in tiers])
+    save(store, NAMES[0])
+    for tier in tiers:
+        tier.faults.append(Fault(Kind.FLIP_ROW, row=1))
+    with pytest.raises(CorruptObject):
+        load(store, NAMES[0])
+    assert store.stats.corrupt == 2
+    with pytest.raises(MissingObject):
+        store.open(NAMES[0])
+
+
+@pytest.mark.parametrize("kind", [Kind.FAIL_WRITE, Kind.FAIL_COMMIT])
+def test_fault_of_one_tier_does_not_keep_the_other_from_saving(kind: Kind) -> None:
+    above, below = MemoryStore(1 << 20), FaultyStore(MemoryStore(1 << 20), [Fault(kind)])
+    store = TieredStore([Tier(above), Tier(below)])
+    assert save(store, NAMES[0])
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+    assert (below.stats.objects, below.stats.nbytes) == (0, 0)
+
+
+def test_fault_of_every_tier_while_writing_is_told() -> None:
+    tiers = [FaultyStore(MemoryStore(1 << 20), [Fault(Kind.FAIL_WRITE, row=2)]) for _ in range(2)]
+    store = TieredStore([Tier(tier) for tier in tiers])
+    with pytest.raises(StoreFault):
+        save(store, NAMES[0])
+    assert (store.stats.nbytes, store.stats.saved) == (0, 0)
+
+
+def test_fault_while_moving_up_is_forgotten() -> None:
+    above, below = FaultyStore(MemoryStore(1 << 20), [Fault(Kind.FAIL_WRITE)]), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above), Tier(below)])
+    save(below, NAMES[0])
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+    store.close()
+    assert store.stats.promoted == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_fault_at_the_end_does_not_keep_the_store_from_closing(lost: int) -> None:
+    tiers = [FaultyStore(MemoryStore(1 << 20)) for _ in range(2)]
+    store = TieredStore([Tier(Guarded(tiers[0]), Write.BACK), Tier(Guarded(tiers[1]))])
+    save(store, NAMES[0])
+    tiers[lost].faults.append(Fault(Kind.LOST))
+    store.close()
+    assert tiers[1].store.lookup(NAMES[:1]) == [False]
+
+
+def test_a_tier_that_rests_is_left_out() -> None:
+    above, below = MemoryStore(1 << 20), FaultyStore(MemoryStore(1 << 20), [Fault(Kind.LOST)])
+    store = TieredStore([Tier(Guarded(above)), Tier(Guarded(below))])
+    assert save(store, NAMES[0])
+    assert store.lookup(NAMES[:2]) == [True, False]
+    store.describe(NAMESPACE, {"model": "m"})
+    assert store.descriptions() == {NAMESPACE: {"model": "m"}}
+
+
+def test_there_is_at_least_one_tier() -> None:
+    with pytest.raises(StoreError, match="at least one"):
+        TieredStore([])

@@ -1,0 +1,90 @@
+"""Stores by their URLs: what is written wrongly gets one line that says what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridkv.errors import HybridKVError
+from hybridkv.store import Guarded, TieredStore, inspect_store, open_store
+from tests.store.samples import load, name_of, rows_of, save
+
+
+def test_one_url_is_one_guarded_store(tmp_path: Path) -> None:
+    for url in ("memory://?size=1MiB", f"file://{tmp_path}?size=1MiB&direct=off&sync=yes"):
+        with open_store([url]) as store:
+            assert isinstance(store, Guarded)
+            assert save(store, name_of(1))
+            assert load(store, name_of(1)) == rows_of(name_of(1))
+
+
+def test_several_urls_are_guarded_tiers(tmp_path: Path) -> None:
+    urls = ["memory://?size=1MiB&write=back", f"file://{tmp_path}?size=1MiB"]
+    with open_store(urls) as store:
+        assert isinstance(store, TieredStore)
+        assert all(isinstance(tier, Guarded) for tier in store.tiers)
+        save(store, name_of(1))
+        assert store.tiers[1].lookup([name_of(1)]) == [False]
+    with open_store(urls) as store:
+        assert load(store, name_of(1)) == rows_of(name_of(1))
+
+
+def test_paths_may_have_odd_letters(tmp_path: Path) -> None:
+    with open_store([f"file://{tmp_path}/a%20b%3Fc?size=1MiB"]) as store:
+        save(store, name_of(1))
+    assert (tmp_path / "a b?c" / "hybridkv-v1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "memory://"),
+        ("/tmp/cache", "file:///path"),
+        ("ftp://x", "memory://"),
+        ("memory:?size=1", "memory://"),
+        ("memory://", "no size"),
+        ("memory://?size=lots", "not a size"),
+        ("memory://?size=0", "size"),
+        ("memory://x?size=1MiB", "no path"),
+        ("memory:///x?size=1MiB", "no path"),
+        ("memory://?size=1MiB&colour=red", "'colour'; memory stores have size, write"),
+        ("memory://?size=1MiB&size=2MiB", "twice"),
+        ("memory://?size", "no URL"),
+        ("memory://?size=1MiB&write=maybe", "through, back"),
+        ("memory://?size=1MiB&write=back", "tier below"),
+        ("file://cache?size=1MiB", "file:///path"),
+        ("file:///?size=1MiB", "directory"),
+        ("file:///tmp/x?size=1MiB&direct=maybe", "auto, on, off"),
+        ("file:///tmp/x?size=1MiB&sync=maybe", "yes, no"),
+        ("file:///proc/x?size=1MiB", "no store can be made at /proc/x: No such file or directory; name a directory"),
+        ("file://[::1/x?size=1", "no URL"),
+    ],
+)
+def test_bad_urls_say_the_way_out(url: str, said: str) -> None:
+    with pytest.raises(HybridKVError) as caught:
+        open_store([url])
+    assert said in str(caught.value)
+
+
+def test_no_url_is_an_error() -> None:
+    with pytest.raises(HybridKVError, match="memory://"):
+        open_store([])
+
+
+def test_a_tier_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(HybridKVError, match="is a file"):
+        open_store(["memory://?size=1MiB", f"file://{tmp_path}/file?size=1MiB"])
+
+
+def test_tools_open_what_exists_without_a_size(tmp_path: Path) -> None:
+    with pytest.raises(HybridKVError, match="no store"):
+        inspect_store(f"file://{tmp_path}")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(HybridKVError, match="one process"):
+        inspect_store("memory://?size=1MiB")
+    with open_store([f"file://{tmp_path}?size=1MiB"]) as store:
+        save(store, name_of(1))
+    with inspect_store(f"file://{tmp_path}") as store:
+        assert load(store, name_of(1)) == rows_of(name_of(1))
