@@ -1,0 +1,150 @@
+"""What of a model's cache is stored, in which objects, and under which names. No bytes and no threads here.
+
+Blocks of a token group are stored in stretches of some hundred tokens, an object each; it is named by the tokens
+before its end, so a stretch that is not full yet has a name of its own. States are stored one by one:
+
+    tokens    0          256         512     688
+    full      │ stretch  │ stretch   │ part  │        objects at 256, 512, 688
+    window         ...│  │ stretch   │ part  │        only what is seen from the end: all of a stretch, or less
+    state                  ■ 448             ■        at 448, 688: where a request may resume
+
+A request may resume at a position only if all groups have an object that ends there, and all stretches before it that
+are still seen. Rows are the plan's, without the places they have in pages: a restart with other memory finds its
+objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from hybridkv.cache import CacheGroup, CacheLayout, Role
+from hybridkv.plan import GroupPlan, Plan
+from hybridkv.plan import Row as PlanRow
+from hybridkv.store import ObjectName
+
+FORMAT = 1
+STRETCH_TOKENS = 256
+_RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2}
+"""Of rows that are needed at the same layer: what gates everything comes first."""
+
+
+class Stretch(NamedTuple):
+    """The blocks of one object: those from `first` up to `last`, of which the last ends where the object ends."""
+
+    first: int
+    last: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group of the cache that is stored."""
+
+    plan: GroupPlan
+    cache: CacheGroup
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        return self.plan.rows
+
+    @property
+    def is_state(self) -> bool:
+        return self.cache.role is Role.STATE
+
+    @property
+    def rank(self) -> int:
+        return _RANKS[self.cache.role]
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one block, or one state."""
+        return sum(row.nbytes for row in self.rows)
+
+
+class Catalogue:
+    """The stored groups of one model on one engine."""
+
+    def __init__(self, plan: Plan, layout: CacheLayout, identity: str, *, stretch_tokens: int = STRETCH_TOKENS) -> None:
+        """`identity`: a digest of the weights. Hidden states are not stored."""
+        self.block_tokens = layout.block_tokens
+        self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
+        cached = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
+        kept = [StoredGroup(group, cached[group.name]) for group in plan.groups if group.name in cached]
+        self.token_groups = [group for group in kept if not group.is_state]
+        self.state_groups = [group for group in kept if group.is_state]
+        self.is_plain = all(group.cache.role is Role.FULL for group in kept)
+        """Only full attention: the end of every stretch can be resumed."""
+        self.namespace = self._digest(plan, identity)
+        self.description = {
+            "model": plan.model.name,
+            "type": plan.model.model_type,
+            "weights": identity,
+            "groups": ", ".join(group.name for group in self.groups),
+        }
+        """For people who look at a store."""
+
+    @property
+    def groups(self) -> list[StoredGroup]:
+        return [*self.token_groups, *self.state_groups]
+
+    def name(self, group: StoredGroup, key: bytes) -> ObjectName:
+        return ObjectName(self.namespace, group.name, key.hex())
+
+    def stretch(self, group: StoredGroup, end: int) -> Stretch:
+        """What the object of a token group that ends at `end` holds; it may be nothing."""
+        last = -(-end // self.block_tokens)
+        first = (last - 1) // self.stretch_blocks * self.stretch_blocks
+        return Stretch(max(first, group.cache.first_visible(end) // self.block_tokens), last)
+
+    def ends(self, group: StoredGroup, start: int, end: int) -> list[int]:
+        """Where the objects end that a request at `start` needs of a token group to resume at `end`."""
+        first = max(start, group.cache.first_visible(end))
+        ends = [e for e in self.stretch_ends(first, end) if e < end]
+        return [e for e in (*ends, end) if self.stretch(group, e).num_blocks]
+
+    def stretch_ends(self, start: int, end: int) -> Iterator[int]:
+        """Where full stretches end, after `start` and up to `end`."""
+        tokens = self.stretch_blocks * self.block_tokens
+        return iter(range((start // tokens + 1) * tokens, end + 1, tokens))
+
+    def row_bytes(self, group: StoredGroup, end: int) -> list[int]:
+        """Of each row of the object that ends at `end`."""
+        count = 1 if group.is_state else self.stretch(group, end).num_blocks
+        return [row.nbytes * count for row in group.rows]
+
+    def load_bytes(self, start: int, end: int) -> int:
+        """What is read for a request that stands at `start` and is to resume at `end`."""
+        tokens = sum(sum(self.row_bytes(group, e)) for group in self.token_groups for e in self.ends(group, start, end))
+        return tokens + sum(group.item_bytes for group in self.state_groups)
+
+    def _digest(self, plan: Plan, identity: str) -> str:
+        """Everything that changes the bytes of all objects alike, but nothing of the arena."""
+        facts = {
+            "format": FORMAT,
+            "type": plan.model.model_type,
+            "weights": identity,
+            "tp": [plan.model.tp, plan.model.rank],
+            "blocks": [self.block_tokens, self.stretch_blocks],
+            "groups": {group.name: [_canonical(row) for row in group.rows] for group in self.groups},
+        }
+        return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _canonical(row: PlanRow) -> list[object]:
+    """A row without its place in a page."""
+    views = [
+        [view.layer, view.part, view.dtype.value, view.offset_bytes - row.offset_bytes, view.shape, view.strides_bytes]
+        for view in row.views
+    ]
+    return [row.layers, row.nbytes, views]

@@ -1,0 +1,158 @@
+"""Rows on their way out: copied from their pages when their last layer has run, written by other threads meanwhile.
+
+An object becomes visible only when the step that computed the last of it has been committed. What waits to be written
+is bounded: beyond that, objects are dropped and counted, and no step ever waits for a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hybridkv.store import ObjectName, Store, StoreError, Writer
+from hybridkv.stream.catalogue import StoredGroup
+from hybridkv.stream.pages import Copy, PageBytes
+from hybridkv.stream.stats import StreamStats
+from hybridkv.stream.workers import Workers
+
+T = TypeVar("T")
+LOG = logging.getLogger("hybridkv.stream")
+
+_THREADS = 2
+
+
+class Outgoing:
+    """One object that is being written: rows, then a verdict. One thread at a time does what is due, in order."""
+
+    def __init__(
+        self, name: ObjectName, group: StoredGroup, pages: Sequence[Sequence[int]], *, position: int, num_tokens: int
+    ) -> None:
+        """`pages`: by row, those that its parts lie in. `num_tokens`: whose computation it saves."""
+        self.name = name
+        self.group = group
+        self.pages = pages
+        self.position = position
+        self.row_bytes = [row.nbytes * len(parts) for row, parts in zip(group.rows, pages, strict=True)]
+        self.num_bytes = sum(self.row_bytes)
+        self.value = num_tokens / self.num_bytes
+        self.writer: Writer | None = None
+        self.is_begun = False
+        self.failed = False
+        self._due: deque[Callable[[], None]] = deque()
+        self._is_busy = False
+        self._lock = threading.Lock()
+
+    def push(self, action: Callable[[], None]) -> bool:
+        """Something is due. True: the caller must see to it that `work` is called."""
+        with self._lock:
+            self._due.append(action)
+            was_busy, self._is_busy = self._is_busy, True
+        return not was_busy
+
+    def work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._due:
+                    self._is_busy = False
+                    return
+                action = self._due.popleft()
+            action()
+
+
+class Dumper:
+    """Writes objects in the background."""
+
+    def __init__(self, store: Store, pages: PageBytes, stats: StreamStats, max_waiting_bytes: int) -> None:
+        self._store = store
+        self._pages = pages
+        self._stats = stats
+        self._max_waiting_bytes = max_waiting_bytes
+        self._changed = threading.Condition()
+        self._writing: set[ObjectName] = set()
+        """Objects that were begun and have not ended. Whether the store has others, it says itself."""
+        self._workers = Workers(_THREADS, "hybridkv-dump")
+
+    def begin(self, outgoing: Outgoing) -> bool:
+        """Whether the object shall be written: not if it is being written, or if too much is waiting already."""
+        with self._changed:
+            if outgoing.name in self._writing:
+                return False
+            if self._stats.dump_bytes_waiting + outgoing.num_bytes > self._max_waiting_bytes:
+                self._stats.dumps_dropped += 1
+                return False
+            self._writing.add(outgoing.name)
+            self._stats.dump_bytes_waiting += outgoing.num_bytes
+        return True
+
+    def row(self, outgoing: Outgoing, number: int) -> None:
+        """Take a row out of its pages: its last layer has run."""
+        try:
+            copy = self._pages.copy_out(outgoing.group.plan, outgoing.group.rows[number], outgoing.pages[number])
+        except (MemoryError, RuntimeError):  # no memory for a copy: the step goes on, the object is lost
+            outgoing.failed = True
+            return
+        self._do(outgoing, lambda: self._write(outgoing, number, copy))
+
+    def judge(self, outgoing: Outgoing, counts: bool) -> None:
+        """The step is over: the object becomes visible when all its rows are written, or never."""
+        self._do(outgoing, lambda: self._finish(outgoing, counts))
+
+    def drain(self) -> None:
+        """Wait until everything that was begun has been written or given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+
+    def close(self, timeout_s: float) -> None:
+        """When everything that has been judged is written. Writes that hang are left to themselves."""
+        self._workers.close(timeout_s)
+
+    def _do(self, outgoing: Outgoing, action: Callable[[], None]) -> None:
+        if outgoing.push(action):
+            self._workers.submit(outgoing.work)
+
+    # --- on the writing threads ---------------------------------------------------------------------------------------
+
+    def _write(self, outgoing: Outgoing, number: int, copy: Copy) -> None:
+        def write() -> None:
+            copy.wait()
+            if not outgoing.is_begun:
+                outgoing.is_begun = True
+                outgoing.writer = self._store.create(
+                    outgoing.name, outgoing.row_bytes, value=outgoing.value, position=outgoing.position
+                )
+            if outgoing.writer is not None:
+                outgoing.writer.write(number, [copy.data])
+
+        if not outgoing.failed:
+            self._try(outgoing, write)
+
+    def _finish(self, outgoing: Outgoing, counts: bool) -> None:
+        writer, saved = outgoing.writer, False
+        if writer is not None:
+            if counts and not outgoing.failed:
+                saved = bool(self._try(outgoing, writer.commit))
+            if not saved:
+                self._try(outgoing, writer.abort)
+        with self._changed:
+            stats = self._stats
+            stats.dump_bytes_waiting -= outgoing.num_bytes
+            stats.dumps_failed += counts and outgoing.failed
+            stats.dumps_discarded += not counts
+            stats.dumped += saved
+            stats.dumped_bytes += outgoing.num_bytes if saved else 0
+            self._writing.discard(outgoing.name)
+            self._changed.notify_all()
+
+    def _try(self, outgoing: Outgoing, action: Callable[[], T]) -> T | None:
+        """What it returns, or None: a store that fails, in whatever way, costs this object and nothing else."""
+        try:
+            return action()
+        except (StoreError, OSError):  # the store's guard tells of it
+            outgoing.failed = True
+        except Exception:  # no store should raise it: a bug, and nobody else would hear of it
+            outgoing.failed = True
+            LOG.exception("%s could not be written", outgoing.name)
+        return None

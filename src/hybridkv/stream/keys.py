@@ -1,0 +1,30 @@
+"""The names of a request's blocks outside the process, made as far as they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
+
+
+class BlockKeys:
+    """Chained names: each covers all tokens before its block's end, the salt and other keys of the request.
+
+    May be asked on several threads.
+    """
+
+    def __init__(self, root_key: bytes, block_tokens: int) -> None:
+        self._root_key = root_key
+        self._block_bytes = block_tokens * TOKEN_BYTES
+        self._keys: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def first(self, num_blocks: int, tokens: bytes | bytearray) -> Sequence[bytes]:
+        """Of the first blocks of these tokens, which may have become more since it was last asked."""
+        with self._lock:
+            known = len(self._keys)
+            if known < num_blocks:
+                new = tokens[known * self._block_bytes : num_blocks * self._block_bytes]
+                self._keys += block_keys(self._keys[-1] if known else self._root_key, new, self._block_bytes)
+            return self._keys[:num_blocks]

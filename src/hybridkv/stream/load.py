@@ -1,0 +1,229 @@
+"""One request's load: rows of stored objects on their way into pages, in the order in which layers need them.
+
+A row that is missing, short, corrupt or late spoils the load: rows after it are not read any more, and nobody is told
+that something is there which is not. Whoever waits for a layer is never kept longer than the deadline. The pages belong
+to the load until `is_over`: a read that hangs may still write into them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from hybridkv.cache import StepTables
+from hybridkv.plan import Row
+from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
+from hybridkv.store.errors import StoreError
+from hybridkv.stream.catalogue import Catalogue, StoredGroup
+from hybridkv.stream.pages import PageBytes
+from hybridkv.stream.workers import Workers
+
+
+class _Source:
+    """An object that rows are read from, opened by whoever needs it first."""
+
+    def __init__(self, store: Store, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int) -> None:
+        self.name = catalogue.name(group, key)
+        self.group = group
+        self._store = store
+        self._row_bytes = catalogue.row_bytes(group, end)
+        self._lock = threading.Lock()
+        self._reader: Reader | None = None
+
+    def read(self, row: int, buffers: Sequence[memoryview]) -> None:
+        with self._lock:
+            if self._reader is None:
+                self._reader = self._open()
+            reader = self._reader
+        reader.read(row, buffers)
+
+    def close(self) -> None:
+        """When nobody reads any more. What was read stays right, whatever becomes of the object now."""
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            with suppress(StoreError, OSError):
+                reader.close()
+
+    def _open(self) -> Reader:
+        reader = self._store.open(self.name)
+        found = [row.nbytes for row in reader.header.rows]
+        if found != self._row_bytes:
+            reader.close()
+            raise CorruptObject(f"{self.name}: rows of {found[:3]}... bytes instead of {self._row_bytes[:3]}...")
+        return reader
+
+
+class _Task(NamedTuple):
+    """One row of one object, and the pages that its parts go to."""
+
+    source: _Source
+    number: int
+    row: Row
+    pages: list[int | None]
+    start: int
+    """The first token that is lost if it fails."""
+    end: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.row.first_layer, self.source.group.rank, self.end
+
+
+class Load:
+    """Rows on their way. Made and asked on the engine's thread, carried out by others."""
+
+    def __init__(
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        pages: PageBytes,
+        tables: StepTables,
+        keys: Sequence[bytes],
+        *,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`keys`: of the request's blocks. `deadline`: on `clock`; after it, what is not there counts as failed."""
+        assert tables.loaded is not None
+        self.start = tables.loaded.start
+        self.end = tables.start
+        self.num_bytes = 0
+        """Read so far."""
+        self.seconds = 0.0
+        """From the first to the last row."""
+        self.failure: str | None = None
+        """Why it failed: missing, corrupt, fault, error, timeout or aborted. What went wrong first counts."""
+        self.error: BaseException | None = None
+        self._pages = pages
+        self._ordered = pages.order()
+        self._is_plain = catalogue.is_plain
+        self._deadline = deadline
+        self._clock = clock
+        self._began = clock()
+        self._good_until = self.end
+        self._changed = threading.Condition()
+        self._waiting = deque(sorted(_tasks(store, catalogue, tables, keys), key=lambda task: task.order))
+        """Rows that nobody has begun to read."""
+        self._num_reading = 0
+        self._left = Counter(task.row.first_layer for task in self._waiting)
+        """Rows that are not there yet, by first layer."""
+        self._sources = list(dict.fromkeys(task.source for task in self._waiting))
+        self.names = [source.name for source in self._sources]
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody writes into its pages any more."""
+        with self._changed:
+            return not self._waiting and not self._num_reading
+
+    @property
+    def num_reading(self) -> int:
+        """Rows that are being read right now."""
+        return self._num_reading
+
+    @property
+    def is_late(self) -> bool:
+        """The deadline has passed; if so, it has failed."""
+        if self.is_over or self._clock() < self._deadline:
+            return False
+        self.give_up("timeout", TimeoutError("not all rows came in time"))
+        return True
+
+    @property
+    def num_good(self) -> int:
+        """How many of its tokens are right, once it is over."""
+        return self._good_until - self.start
+
+    def submit(self, readers: Workers, on_over: Callable[[], None]) -> None:
+        """Have all rows read, the first needed first. `on_over` is called by the reader that ends it, if one does."""
+        for _ in range(len(self._waiting)):
+            readers.submit(lambda: self._read_next(on_over))
+
+    def wait(self, layer: int) -> None:
+        """Until every row is there that begins at `layer` or before, or the load has failed."""
+        with self._changed:
+            while self.failure is None and any(count for first, count in self._left.items() if first <= layer):
+                left = self._deadline - self._clock()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+        self.is_late  # noqa: B018 - marks it as failed
+
+    def give_up(self, failure: str, error: BaseException) -> None:
+        """Nobody wants it any more. Reads under way go on until they end."""
+        self._fail(failure, self.start, error)
+        if self.is_over:
+            self._close()
+
+    def _read_next(self, on_over: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._waiting:
+                return  # given up
+            task = self._waiting.popleft()
+            self._num_reading += 1
+        try:
+            self._read(task)
+        except MissingObject as error:
+            self._fail("missing", task.start, error)
+        except CorruptObject as error:
+            self._fail("corrupt", task.start, error)
+        except (StoreFault, OSError) as error:
+            self._fail("fault", task.start, error)
+        except BaseException as error:  # whatever it is: the request must be told, and computes by itself
+            self._fail("error", task.start, error)
+        self._read_over(task, on_over)
+
+    def _read(self, task: _Task) -> None:
+        self._ordered()
+        group, source = task.source.group.plan, task.source
+        self._pages.fill(group, task.row, task.pages, lambda buffers: source.read(task.number, buffers))
+        with self._changed:
+            self.num_bytes += task.row.nbytes * len(task.pages)
+
+    def _fail(self, failure: str, start: int, error: BaseException) -> None:
+        """What begins at `start` or later is lost; where windows and states are those of the end, everything is."""
+        with self._changed:
+            if self.failure is None:
+                self.failure, self.error = failure, error
+            self._good_until = min(self._good_until, max(self.start, start) if self._is_plain else self.start)
+            self._waiting = deque(task for task in self._waiting if task.end <= self._good_until)
+            self._changed.notify_all()
+
+    def _read_over(self, task: _Task, on_over: Callable[[], None]) -> None:
+        with self._changed:
+            self._left[task.row.first_layer] -= 1
+            self._num_reading -= 1
+            self.seconds = self._clock() - self._began
+            self._changed.notify_all()
+            is_over = not self._waiting and not self._num_reading
+        if is_over:
+            self._close()
+            on_over()
+
+    def _close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def _tasks(store: Store, catalogue: Catalogue, tables: StepTables, keys: Sequence[bytes]) -> list[_Task]:
+    assert tables.loaded is not None
+    tasks: list[_Task] = []
+    start, end, size = tables.loaded.start, tables.start, catalogue.block_tokens
+    for group in catalogue.token_groups:
+        table, first_seen = tables.tables[group.name], group.cache.first_visible(end) // size
+        for e in catalogue.ends(group, start, end):
+            source = _Source(store, catalogue, group, keys[e // size - 1], e)
+            stretch = catalogue.stretch(group, e)
+            first = max(start // size, first_seen)
+            pages = [table[block] if block >= first else None for block in range(stretch.first, stretch.last)]
+            tasks += [_Task(source, i, row, pages, stretch.first * size, e) for i, row in enumerate(group.rows)]
+    for group in catalogue.state_groups:
+        source = _Source(store, catalogue, group, keys[end // size - 1], end)
+        state = tables.loaded.states[group.name]
+        tasks += [_Task(source, i, row, [state[row.page]], start, end) for i, row in enumerate(group.rows)]
+    return tasks

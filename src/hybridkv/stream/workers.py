@@ -1,0 +1,57 @@
+"""Threads that do what is handed to them, the oldest first. They know nothing of rows and stores.
+
+They are daemons: one that hangs inside a store keeps neither the engine nor the process from ending.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """A few threads and one queue."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Never waits. What the function returns or raises is in the future; after `close` nothing ever is."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # whoever holds the future is told
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._queue.put(run)
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Do what was submitted so far, then end. False: some of it hangs, and is left to itself."""
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()

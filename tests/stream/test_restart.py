@@ -1,0 +1,155 @@
+"""A restart finds what it can use, whatever its memory, and never what it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridkv.cache import Role
+from hybridkv.errors import PlanError
+from hybridkv.store.blob_store import BlobStore
+from tests.engine.drive import GREEDY, check_greedy, memory_for
+from tests.engine.zoo import FAMILIES, prompt
+from tests.stream.drive import StreamDriver, filled, model_of, plain_store
+from tests.stream.faults import check_same, copy_of
+from tests.stream.test_faults import MIXED, MODES, SHARED, STORED
+
+BRIEF = replace(GREEDY, max_tokens=3)
+STATEFUL = ["mamba2", "falcon_h1", "qwen3_next", "kimi_linear"]
+
+
+def cached_by(driver: StreamDriver, tokens: list[int] = SHARED, **options: Any) -> int:
+    driver.add("a", tokens + prompt(9, 2), BRIEF, **options)
+    cached = driver.run()["a"].cached_tokens
+    check_greedy(driver, "a")
+    driver.close()
+    return cached
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_resumes_from_a_store(family: str, mode: str) -> None:
+    assert cached_by(StreamDriver(model_of(family), copy_of(filled(family, STORED)), mode)) == 80
+
+
+def cut_memory(family: str) -> int:
+    """An arena so small that a state takes several pages."""
+    for memory_bytes in range(1 << 15, 1 << 20, 1 << 13):
+        try:
+            driver = StreamDriver(model_of(family), plain_store(), memory_bytes=memory_bytes)
+        except PlanError:
+            continue
+        fits = driver.memory.plan.max_requests(140) >= 1
+        cut = all(group.pages_per_state > 1 for group in driver.layout.state_groups)
+        driver.close()
+        if fits and cut:
+            return memory_bytes
+    raise AssertionError("no arena cuts states")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", MIXED)
+def test_other_memory_finds_its_objects(family: str, mode: str) -> None:
+    for memory_bytes in (memory_for(model_of(family), 2, 140, row_layers=1), 64 << 20):
+        store = copy_of(filled(family, STORED))
+        assert cached_by(StreamDriver(model_of(family), store, mode, memory_bytes=memory_bytes)) == 80
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_cut_into_pages_find_objects_of_whole_states(family: str, mode: str) -> None:
+    store = copy_of(filled(family, STORED))
+    assert cached_by(StreamDriver(model_of(family), store, mode, memory_bytes=cut_memory(family))) == 80
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_cut_into_pages_leave_objects_of_whole_states(family: str) -> None:
+    below = plain_store()
+    small = StreamDriver(model_of(family), below, memory_bytes=cut_memory(family))
+    small.add("a", SHARED, GREEDY)
+    small.run()
+    small.settle()
+    check_same(below, filled(family, STORED))
+    large = StreamDriver(model_of(family), copy_of(below))
+    small.close()
+    assert cached_by(large) == 80
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize(
+    "options", [{"row_layers": 2}, {"block_tokens": 8}, {"attn_pack_size": 1}, {"row_order": "tkhl"}]
+)
+def test_another_layout_finds_nothing_and_harms_nothing(family: str, options: dict[str, Any]) -> None:
+    below = copy_of(filled(family, STORED))
+    before = {one.name for one in below.objects()}
+    driver = StreamDriver(model_of(family), below, **options)
+    same = _num_groups(driver) == _num_groups_of(family) and options == {"attn_pack_size": 1}
+    driver.add("a", SHARED + prompt(9, 2), BRIEF)
+    cached = driver.run()["a"].cached_tokens
+    check_greedy(driver, "a")
+    driver.settle()
+    assert cached == (80 if same else 0)
+    assert not driver.stats.failures
+    assert before <= {one.name for one in below.objects()}
+    again = StreamDriver(model_of(family), copy_of(below))
+    driver.close()
+    assert cached_by(again) >= 80
+
+
+def _num_groups(driver: StreamDriver) -> int:
+    return sum(group.role is Role.FULL for group in driver.layout.token_groups)
+
+
+def _num_groups_of(family: str) -> int:
+    """One layer of full attention is one group, packed or not."""
+    driver = StreamDriver(model_of(family), plain_store())
+    driver.close()
+    return _num_groups(driver)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_other_weights_find_nothing(family: str) -> None:
+    store = copy_of(filled(family, STORED))
+    driver = StreamDriver(model_of(family), store, identity="other weights")
+    assert cached_by(driver) == 0
+    assert not driver.stats.found
+
+
+@pytest.mark.parametrize("options", [{"salt": "tenant"}, {"extra_keys": ["adapter"]}])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_another_salt_or_adapter_finds_nothing(family: str, options: dict[str, Any]) -> None:
+    below = copy_of(filled(family, STORED))
+    assert cached_by(StreamDriver(model_of(family), below), **options) == 0
+    below = plain_store()
+    first = StreamDriver(model_of(family), below)
+    first.add("a", SHARED, BRIEF, **options)
+    first.run()
+    first.settle()
+    assert cached_by(StreamDriver(model_of(family), copy_of(below)), **options) == 80
+    assert cached_by(StreamDriver(model_of(family), copy_of(below))) == 0
+    first.close()
+
+
+def test_objects_of_other_spans_are_not_found() -> None:
+    store = copy_of(filled("llama", STORED))
+    driver = StreamDriver(model_of("llama"), store, streamer_options={"stretch_tokens": 64})
+    assert cached_by(driver) == 0
+    assert not driver.stats.found
+
+
+def test_an_object_under_a_wrong_name_is_no_object() -> None:
+    """Rows of other lengths than the name promises: an object of another program, or of a bug."""
+    below: BlobStore = copy_of(filled("llama", STORED))
+    driver = StreamDriver(model_of("llama"), below)
+    for stored in list(below.objects()):
+        below.delete([stored.name])
+        with below.create(stored.name, [64], value=1.0, position=1) as writer:  # type: ignore[union-attr]
+            writer.write(0, [memoryview(bytes(64))])
+            writer.commit()
+    driver.add("a", SHARED + prompt(9, 2), BRIEF)
+    driver.run()
+    check_greedy(driver, "a")
+    assert driver.stats.failures == {"corrupt": 1}
+    driver.close()
