@@ -1,0 +1,166 @@
+"""`hybridkv serve`: an OpenAI-compatible server on a local checkpoint, or on a small model built on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from hybridkv.cli.engine_options import (
+    CompileOption,
+    DeviceOption,
+    DtypeOption,
+    EngineOptions,
+    MemoryOption,
+    StoreOption,
+    StreamOption,
+    TrustOption,
+)
+from hybridkv.cli.tables import console
+from hybridkv.errors import HybridKVError
+from hybridkv.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from hybridkv.engine import Engine
+    from hybridkv.serve import Server
+
+KEY_VARIABLE = "HYBRIDKV_API_KEY"
+_HIGHEST_PORT = 65535
+_LEAST_BODY_BYTES = 1024
+
+
+def serve_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A directory a transformers model was saved to. Without one: a small hybrid model that is built "
+            "here. It is not trained; it is there to try things out.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: its directory's name.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."),
+    ] = None,
+    memory: MemoryOption = "2GiB",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its reply, if less than the model's.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Samples that are computed at once.")] = 256,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
+    ] = 1024,
+    max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB",
+    drain_s: Annotated[
+        int, typer.Option(help="Seconds that running requests have to finish when the server stops.")
+    ] = 30,
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    store: StoreOption = None,
+    stream: StreamOption = "auto",
+    compile: CompileOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Serve a model to any client of OpenAI's API, until Ctrl-C or SIGTERM."""
+    serve = _serve()
+    keys = _keys(api_key or [])
+    max_body_bytes = parse_size(max_body)
+    _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, drain_s=drain_s)
+    _check_choice("log format", log_format, serve.LOG_FORMATS)
+    _check_choice("log level", log_level, serve.LOG_LEVELS)
+    server = serve.Server(host, port)
+    checkpoint = model if model is not None else str(_demo())
+    options = EngineOptions(
+        checkpoint, memory, dtype, device, trust_remote_code, store, stream, max_length, max_running, compile
+    )
+    model_name = name or Path(checkpoint).resolve().name
+    with options.start() as engine:
+        serve.set_up_logs(log_format, log_level)
+        app = serve.make_app(
+            engine,
+            serve.ServeOptions(model_name, api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting),
+        )
+        server.run(app, drain_s=drain_s, on_ready=lambda: _announce(engine, server, model_name, keys, store or []))
+
+
+def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], stores: list[str]) -> None:
+    """The address, the plan, the stores, and a line to try it with."""
+    plan, out = engine.plan, console()
+    reason = ", which is all that fits: --memory gives it more" if engine.core.limits.is_short_of_memory else ""
+    out.print(
+        f"\n[bold]{escape(model_name)}[/] on {engine.device}: {format_bytes(plan.arena_bytes)} for its cache, blocks "
+        f"of {plan.options.block_tokens} tokens, up to {engine.max_length:,} tokens a request{reason}"
+    )
+    for group in plan.groups:
+        cut = f" x {group.layout.pages}" if group.layout.pages > 1 else ""
+        out.print(f"  {group.name}: {len(group.layers)} layers, pages of {format_bytes(group.page_bytes)}{cut}")
+    for url in stores:
+        out.print(f"  store: {escape(url)}", highlight=False, soft_wrap=True)
+    out.print(
+        f"\nServing at [bold]{server.url}[/] (API: /openapi.json, and /docs with internet). Try it:\n", highlight=False
+    )
+    out.print(_curl(server.url, model_name, bool(keys)) + "\n", highlight=False, soft_wrap=True, markup=False)
+    if not server.is_local and not keys:
+        out.print(f"Anyone who can reach {server.host} can use it: --api-key asks for a key.\n", highlight=False)
+
+
+def _curl(url: str, model_name: str, needs_key: bool) -> str:
+    """A command line that asks the server something."""
+    body = {"model": model_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    header = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    content = f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return f"curl {url}/v1/chat/completions{header} {content}"
+
+
+def _demo() -> Path:
+    from hybridkv.demo import build_demo_model, demo_directory
+
+    return build_demo_model(demo_directory())
+
+
+def _serve() -> Any:
+    """The server's package, or what to do to have it."""
+    try:
+        from hybridkv import serve
+    except ModuleNotFoundError as error:
+        known = {"fastapi", "pydantic", "prometheus_client", "starlette", "torch", "transformers", "uvicorn"}
+        if error.name not in known:
+            raise
+        raise HybridKVError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
+    return serve
+
+
+def _keys(given: list[str]) -> tuple[str, ...]:
+    keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise HybridKVError("an API key that is empty or has other than printable ASCII: it could not be sent")
+    return tuple(keys)
+
+
+def _check_numbers(*, port: int, max_waiting: int, max_body_bytes: int, drain_s: int) -> None:
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise HybridKVError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
+    if max_waiting < 1:
+        raise HybridKVError(f"max waiting {max_waiting}: at least 1 request must be let in")
+    if max_body_bytes < _LEAST_BODY_BYTES:
+        raise HybridKVError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
+    if drain_s < 0:
+        raise HybridKVError(f"drain {drain_s} s: choose 0 or more")
+
+
+def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise HybridKVError(f"{what} {value!r}: choose {' or '.join(known)}")

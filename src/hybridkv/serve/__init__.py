@@ -1,0 +1,7 @@
+"""An OpenAI-compatible server on one engine."""
+
+from hybridkv.serve.app import ServeOptions, make_app
+from hybridkv.serve.logs import LOG_FORMATS, LOG_LEVELS, set_up_logs
+from hybridkv.serve.server import Server
+
+__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServeOptions", "Server", "make_app", "set_up_logs"]

@@ -1,0 +1,139 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from hybridkv import __version__
+from hybridkv.engine import Engine, EngineError
+from hybridkv.serve.failures import answer_failures, failure
+from hybridkv.serve.front import Front
+from hybridkv.serve.replies import (
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    ErrorReply,
+    Health,
+    ModelCard,
+    ModelList,
+    ResetReply,
+    TokenizeReply,
+)
+from hybridkv.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
+from hybridkv.serve.service import CHAT, COMPLETIONS, Service
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorReply, "description": "Something in the request is wrong"},
+    401: {"model": ErrorReply, "description": "An API key is needed"},
+    404: {"model": ErrorReply, "description": "There is no such model"},
+    413: {"model": ErrorReply, "description": "The body is too large"},
+    429: {"model": ErrorReply, "description": "Too many requests wait; Retry-After says when to try again"},
+    503: {"model": ErrorReply, "description": "The engine has stopped"},
+    "default": {"model": ErrorReply, "description": "Whatever else goes wrong"},
+}
+
+
+_EVENTS = {
+    "text/event-stream": {"schema": {"type": "string", "description": "With stream: events of data, then [DONE]."}}
+}
+_PLAIN = {"text/plain": {"schema": {"type": "string"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server treats its clients."""
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens the door; none: it is open."""
+    max_body_bytes: int = 16 * 2**20
+    max_waiting: int = 1024
+    """Requests that may wait for their first token."""
+
+
+def make_app(engine: Engine, options: ServeOptions) -> Front:
+    """An ASGI application that serves an engine. The engine stays the caller's: close it afterwards."""
+    service = Service(engine, options.model_name, options.max_waiting)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="hybridkv", version=__version__, lifespan=lifespan, responses=_REFUSALS, redirect_slashes=False)
+    answer_failures(app)
+    _add_text(app, service)
+    _add_tokens(app, service)
+    _add_care(app, service)
+    return Front(app, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, on_end=service.count)
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post(COMPLETIONS, responses=_text(CompletionReply), response_model=None)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue prompts."""
+        return await service.answer(request, body)
+
+    @app.post(CHAT, responses=_text(ChatReply), response_model=None)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer messages. The ends of messages are breakpoints by themselves."""
+        return await service.answer(request, body)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        """What is served here."""
+        return ModelList(data=[service.card()])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        service.check_model(name)
+        return service.card()
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request, body: TokenizeText | TokenizeChat) -> TokenizeReply:
+        """A text's tokens, or those of messages."""
+        prompt = await service.tokenized(request, body.render)
+        tokens = list(prompt.token_ids)
+        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_length)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeReply:
+        """The text of tokens."""
+        return DetokenizeReply(prompt=await service.tokenized(request, lambda engine: engine.detokenize(body.tokens)))
+
+
+def _add_care(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses={503: {"model": ErrorReply}}, response_model=Health)
+    async def health() -> Health | Response:
+        """Whether requests can be served."""
+        try:
+            service.engine.check_alive()
+        except EngineError as error:
+            return failure(503, str(error))
+        return Health(status="ok")
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": _PLAIN}})
+    def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/admin/cache/reset")
+    async def reset_cache() -> ResetReply:
+        """Forget everything that memory has; what a store has is found again. Running requests go on."""
+        await run_in_threadpool(service.engine.reset_cache)
+        return ResetReply(reset=True)
+
+
+def _text(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What an endpoint that generates may answer, for the API's description."""
+    return {200: {"model": reply, "content": _EVENTS}}

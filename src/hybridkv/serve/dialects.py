@@ -1,0 +1,249 @@
+"""Updates and results of the engine in the words of the two endpoints: whole replies, and pieces of streams.
+
+A request may have several prompts, each with n replies: choice number `prompt * n + sample`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from hybridkv.engine import Completion, Result, TokenLogprobs, Update
+from hybridkv.errors import HybridKVError
+from hybridkv.serve.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatReply,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+_NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are only a part of a character."""
+
+
+class ReplyFailedError(HybridKVError):
+    """The engine could not finish a reply."""
+
+
+class TokenTexts:
+    """Single tokens as text, for log probabilities."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self.text = functools.lru_cache(maxsize=65536)(self._text)
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token:{token}"
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+class Dialect(ABC):
+    """How one request is answered."""
+
+    prefix: str
+
+    def __init__(self, model: str, texts: TokenTexts, *, n: int, with_ids: bool, echoes: Sequence[str] = ()) -> None:
+        """`echoes`: texts that replies begin with, one a prompt, if they were asked for."""
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        self.texts = texts
+        self.n = n
+        self.with_ids = with_ids
+        self._echoes = echoes
+        self._begun: set[int] = set()
+        """Choices of which something was sent."""
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What every reply and every piece begins with."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+    @abstractmethod
+    def whole(self, results: Sequence[Result]) -> BaseModel:
+        """The answer to a request that is not streamed."""
+
+    @abstractmethod
+    def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
+        """What to send for an update of a prompt; nothing if there is nothing to see yet."""
+
+    @abstractmethod
+    def usage_piece(self, results: Sequence[Result]) -> BaseModel:
+        """The last piece of a stream whose client wants to know."""
+
+    def ids(self, token_ids: list[int]) -> list[int] | None:
+        return token_ids if self.with_ids else None
+
+    def choices(self, results: Sequence[Result]) -> list[tuple[int, Completion]]:
+        return [
+            (prompt * self.n + one.index, check_finished(one))
+            for prompt, result in enumerate(results)
+            for one in result.completions
+        ]
+
+
+class CompletionDialect(Dialect):
+    """`/v1/completions`."""
+
+    prefix = "cmpl"
+
+    def __init__(self, model: str, texts: TokenTexts, **named: Any) -> None:
+        super().__init__(model, texts, **named)
+        self._token_chars: Counter[int] = Counter()
+        """Characters of each choice's tokens so far, one by one."""
+
+    def whole(self, results: Sequence[Result]) -> CompletionReply:
+        choices = []
+        for index, one in self.choices(results):
+            text = self._echo(index) + one.text
+            logprobs = self._logprobs(index, one.token_ids, one.logprobs)
+            choices.append(
+                CompletionChoice(
+                    index=index,
+                    text=text,
+                    logprobs=logprobs,
+                    finish_reason=one.finish_reason,
+                    token_ids=self.ids(one.token_ids),
+                )
+            )
+        return CompletionReply(**self.names, choices=choices, usage=usage(results))
+
+    def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
+        index = prompt * self.n + update.index
+        text = update.text if index in self._begun else self._echo(index) + update.text
+        if not (text or update.finish_reason or update.logprobs or self.with_ids):
+            return []
+        self._begun.add(index)
+        logprobs = self._logprobs(index, update.token_ids, update.logprobs)
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=update.finish_reason,
+            token_ids=self.ids(update.token_ids),
+        )
+        return [CompletionReply(**self.names, choices=[choice])]
+
+    def usage_piece(self, results: Sequence[Result]) -> CompletionReply:
+        return CompletionReply(**self.names, choices=[], usage=usage(results))
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self.n] if self._echoes else ""
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> CompletionLogprobs | None:
+        if logprobs is None:
+            return None
+        tokens = [self.texts.text(token) for token in token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._token_chars[index])
+            self._token_chars[index] += len(token)
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[_finite(one.chosen) for one in logprobs],
+            top_logprobs=[{self.texts.text(t): _finite(p) for t, p in one.top.items()} for one in logprobs],
+            text_offset=offsets,
+        )
+
+
+class ChatDialect(Dialect):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+
+    def whole(self, results: Sequence[Result]) -> ChatReply:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=one.text),
+                logprobs=self._logprobs(one.token_ids, one.logprobs),
+                finish_reason=one.finish_reason,
+                token_ids=self.ids(one.token_ids),
+            )
+            for index, one in self.choices(results)
+        ]
+        return ChatReply(**self.names, choices=choices, usage=usage(results))
+
+    def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
+        index = prompt * self.n + update.index
+        pieces: list[BaseModel] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            first = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+            pieces.append(ChatChunk(**self.names, choices=[first]))
+        if update.text or update.logprobs or (self.with_ids and update.token_ids):
+            choice = ChatChunkChoice(
+                index=index,
+                delta=ChatDelta(content=update.text),
+                logprobs=self._logprobs(update.token_ids, update.logprobs),
+                token_ids=self.ids(update.token_ids),
+            )
+            pieces.append(ChatChunk(**self.names, choices=[choice]))
+        if update.finish_reason is not None:
+            last = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=update.finish_reason)
+            pieces.append(ChatChunk(**self.names, choices=[last]))
+        return pieces
+
+    def usage_piece(self, results: Sequence[Result]) -> ChatChunk:
+        return ChatChunk(**self.names, choices=[], usage=usage(results))
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
+        if logprobs is None:
+            return None
+        content = []
+        for token, one in zip(token_ids, logprobs, strict=True):
+            top = [TopLogprob(**self._token(other, logprob)) for other, logprob in one.top.items()]
+            content.append(TokenLogprob(**self._token(token, one.chosen), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.texts.text(token)
+        has_bytes = _NO_TEXT not in text
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if has_bytes else None}
+
+
+def usage(results: Sequence[Result]) -> Usage:
+    """Of all prompts together; each counts once, however many replies it has."""
+    prompt = sum(len(result.prompt_token_ids) for result in results)
+    completion = sum(len(one.token_ids) for result in results for one in result.completions)
+    cached = sum(result.cached_tokens for result in results)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def check_finished(one: Completion) -> Completion:
+    """The completion, or an error if it has not come to a proper end."""
+    if one.finish_reason in ("stop", "length"):
+        return one
+    raise ReplyFailedError(one.error or "the engine was shut down before the reply was complete: send it again")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,150 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from math import isnan
+from reprlib import Repr
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hybridkv.engine import EngineError
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.serve.dialects import ReplyFailedError
+from hybridkv.serve.jobs import ClientGone, StoppingError, TooBusyError
+from hybridkv.serve.requests import EITHER
+
+CLIENT_GONE = 499
+RETRY_AFTER_S = 1
+_MAX_CHARS = 1000
+"""Of a message: it may quote what a client sent."""
+_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class UnknownModelError(RequestError):
+    """A model that is not served here."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> str:
+    """As JSON of plain ASCII: a message may quote whatever a client sent, even what is no text."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    shown = message if len(message) <= _MAX_CHARS else message[:_MAX_CHARS] + "..."
+    code = HTTPStatus(status).name.lower()
+    return json.dumps({"error": {"message": shown, "type": kind, "param": param, "code": code}})
+
+
+def failure(status: int, message: str, param: str | None = None) -> Response:
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}.get(status)
+    return Response(error_body(status, message, param), status, headers, media_type="application/json")
+
+
+def status_of(error: HybridKVError) -> int:
+    """404: no such model. 429: come back later. 503: nothing is served any more. 500: this reply failed."""
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, TooBusyError):
+        return 429
+    if isinstance(error, (EngineError, StoppingError)):
+        return 503
+    return 500 if isinstance(error, ReplyFailedError) else 400
+
+
+def answer_failures(app: FastAPI) -> None:
+    """Let every error of `app` become an answer."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HybridKVError)
+        return failure(status_of(error), str(error), error.param if isinstance(error, RequestError) else None)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = _what_is_wrong(error)
+        return failure(400, message, param)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        answer = failure(error.status_code, _http_message(request, error))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)  # nobody reads it
+
+    async def bug(request: Request, error: Exception) -> Response:
+        return failure(500, f"an error in the server, which its log tells more about: {type(error).__name__}")
+
+    app.add_exception_handler(HybridKVError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _http_message(request: Request, error: HTTPException) -> str:
+    """What the framework refuses by itself, by name."""
+    path = request.url.path
+    if error.status_code == 404:
+        return f"there is no path {path!r} here: /openapi.json lists all there are"
+    if error.status_code == 405:
+        return f"{request.method} {path!r}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
+    cause = error.__cause__
+    if cause is None:
+        return str(error.detail)
+    if isinstance(cause, RecursionError):
+        return "the body has lists or objects nested too deeply: send it flatter"
+    if isinstance(cause, UnicodeDecodeError):
+        return "the body is no text in UTF-8: encode it so"
+    return "the body cannot be parsed: send JSON, with numbers of fewer than 4,300 digits"
+
+
+def _what_is_wrong(error: RequestValidationError) -> tuple[str, str | None]:
+    """A message about the first field that is wrong, and its name."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+    if isinstance(error.body, bytes):
+        return "the body is not said to be JSON: send it with the header 'Content-Type: application/json'", None
+    return _reason(first), ".".join(_place(first)) or None
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    place, kind, value = _place(error), error["type"], error["input"]
+    name = ".".join(place) or "the body"
+    if kind == "missing":
+        return f"{name} is missing: " + ("it is required" if place else "send a JSON object")
+    if kind == "value_error":
+        return f"{name}: {error['msg'].removeprefix('Value error, ')}"
+    if error["loc"][-1] == "str" and place[-1] in EITHER:  # the first of several types that were tried
+        wanted = EITHER[place[-1]]
+    elif kind in ("dict_type", "model_attributes_type", "model_type"):
+        wanted = "it should be a JSON object"
+    elif isinstance(value, float) and isnan(value):
+        wanted = "it should be a number"
+    else:
+        wanted = error["msg"].replace("Input should", "it should")
+    return f"{name} is {_SHORT.repr(value)}: {wanted}"
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """Where in the body: names of fields and numbers of items, without the types that were tried."""
+    return [
+        str(part)
+        for part in error["loc"][1:]
+        if isinstance(part, int) or (part.replace("_", "").isalnum() and part == part.lower() and part != "str")
+    ]
+
+
+def _short() -> Repr:
+    """Shows the beginning of what may be very long, without a look at the rest."""
+    short = Repr()
+    short.maxstring = short.maxlong = short.maxother = 60
+    return short
+
+
+_SHORT = _short()

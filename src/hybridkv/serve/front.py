@@ -1,0 +1,142 @@
+"""What stands before every endpoint: keys, the size of bodies, request ids, one line in the log.
+
+Those behind it may leave two things in the request's state: `facts` for the log, and the `outcome` where the status
+does not tell it (a stream's status is sent before anyone knows how it ends).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridkv.serve.failures import CLIENT_GONE, failure
+from hybridkv.units import format_bytes
+
+LOG = logging.getLogger("hybridkv.serve")
+_OPEN_PATHS = frozenset(("/health", "/metrics"))
+"""Need no key: they are for machines that watch, and tell nothing of what was asked."""
+_QUIET_PATHS = _OPEN_PATHS
+_OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy"}
+
+Ended = Callable[[str, str], None]
+"""Called with the path and the outcome of every request."""
+
+
+class _Visit:
+    """One request, from its arrival to the last byte of its answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.id = _clean_id(Headers(scope=scope).get("x-request-id"))
+        self.path: str = scope["path"]
+        self.state: dict[str, Any] = scope.setdefault("state", {})
+        self.is_answered = False
+        self._method: str = scope["method"]
+        self._status = CLIENT_GONE
+        self._start = time.monotonic()
+        self._send = send
+
+    @property
+    def outcome(self) -> str:
+        told: str | None = self.state.get("outcome")
+        if told is not None:
+            return told
+        if self._status < 400:
+            return "completed"
+        return _OUTCOMES.get(self._status, "refused" if self._status < 500 else "failed")
+
+    async def tell(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.id
+        else:
+            self.is_answered = not message.get("more_body", False)
+        await self._send(message)
+
+    def log(self) -> None:
+        level = logging.DEBUG if self.path in _QUIET_PATHS else logging.INFO
+        facts = {
+            "request": self.id,
+            "method": self._method,
+            "path": self.path,
+            "status": self._status,
+            "outcome": self.outcome,
+            "seconds": round(time.monotonic() - self._start, 4),
+            **self.state.get("facts", {}),
+        }
+        LOG.log(logging.WARNING if self.outcome == "failed" else level, "request", extra={"facts": facts})
+
+
+class Front:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_end: Ended) -> None:
+        self._app = app
+        self._on_end = on_end
+        self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, visit = Headers(scope=scope), _Visit(scope, send)
+        try:
+            if not self._may_enter(visit.path, headers):
+                refused = failure(401, "a valid API key is needed: send it as 'Authorization: Bearer KEY'")
+                await refused(scope, receive, visit.tell)
+            else:
+                await self._app(scope, self._limited(headers, receive), visit.tell)
+        except BaseException as error:
+            visit.state["outcome"] = "failed"
+            if not visit.is_answered or not isinstance(error, Exception):
+                raise
+            LOG.error("a bug", exc_info=error, extra={"facts": {"request": visit.id}})
+        finally:
+            visit.log()
+            self._on_end(visit.path, visit.outcome)
+
+    def _may_enter(self, path: str, headers: Headers) -> bool:
+        if not self._keys or path in _OPEN_PATHS:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode()
+        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: no clue from the time
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """Bodies that are too large are refused as soon as that is known, and never kept."""
+        announced, seen = headers.get("content-length", ""), 0
+
+        async def limited() -> Message:
+            nonlocal seen
+            if announced.isdigit() and len(announced) < 20 and int(announced) > self._max_body_bytes:
+                raise self._too_large()
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> HTTPException:
+        most = format_bytes(self._max_body_bytes)
+        return HTTPException(
+            413, f"the body has more than {most}: send less, or start the server with a larger --max-body"
+        )
+
+
+def _clean_id(given: str | None) -> str:
+    """The client's id for the request, if it can stand in a header and a log."""
+    if given and len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex

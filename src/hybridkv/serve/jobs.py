@@ -1,0 +1,126 @@
+"""One HTTP request's work on the engine: its prompts, its place in the queue, and its end when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from hybridkv.engine import Engine, Prompt, Result, SamplingParams, Update
+from hybridkv.errors import HybridKVError
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[Any]]
+
+
+class TooBusyError(HybridKVError):
+    """More would only wait: the client should come back later."""
+
+
+class StoppingError(HybridKVError):
+    """The server stops, and cannot wait any longer."""
+
+
+class ClientGone(Exception):  # noqa: N818 - no error of ours
+    """Nobody is there to be answered."""
+
+
+class Ticket:
+    """A request's place in the queue, from its arrival to its first token."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._is_waiting = True
+
+    def called(self) -> None:
+        """It waits no longer; may be said twice."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._gate.num_waiting -= 1
+
+
+class Gate:
+    """Lets so many requests wait for their first token, and no more."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
+        self.num_refused = 0
+
+    def enter(self) -> Ticket:
+        if self.num_waiting >= self.max_waiting:
+            self.num_refused += 1
+            raise TooBusyError(f"{self.num_waiting} requests are waiting, which is the limit: try again in a moment")
+        self.num_waiting += 1
+        return Ticket(self)
+
+
+class Job(NamedTuple):
+    """Prompts that are answered together, and how."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    salt: str
+    ticket: Ticket
+
+    async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
+        """Updates of all prompts as they come, each with its prompt's number. Leaving early aborts all of them."""
+        news: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
+
+        async def listen(number: int, prompt: Prompt) -> None:
+            try:
+                async for update in engine.stream(prompt, self.params, salt=self.salt):
+                    news.put_nowait((number, update))
+            except Exception as error:  # raised again below, by whoever waits for news
+                news.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(listen(number, prompt)) for number, prompt in enumerate(self.prompts)]
+        missing = len(tasks)
+        try:
+            while missing:
+                number, update = await news.get()
+                self.ticket.called()
+                if isinstance(update, Exception):
+                    raise update
+                missing -= update.result is not None
+                yield number, update
+        finally:
+            self.ticket.called()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def results(self, engine: Engine) -> list[Result]:
+        """All results, in the order of the prompts."""
+        results: dict[int, Result] = {}
+        async for number, update in self.updates(engine):
+            if update.result is not None:
+                results[number] = update.result
+        return [results[number] for number in sorted(results)]
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled as soon as the client has gone. The request's body must have been read.
+
+    Who cancels this is the server, when those that are left when it stops have had their time.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return await working
+    except asyncio.CancelledError:
+        raise StoppingError("the server is stopping, before the reply was complete: send the request again") from None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,57 @@
+"""Logs for people (text) or machines (one JSON object a line), on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        return json.dumps(
+            {**line, "message": record.getMessage(), **_facts(record), **self._error(record)}, default=str
+        )
+
+    def _error(self, record: logging.LogRecord) -> dict[str, str]:
+        return {"error": self.formatException(record.exc_info)} if record.exc_info else {}
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = " ".join(f"{name}={_shown(value)}" for name, value in _facts(record).items())
+        line = f"{_time(record)} {record.levelname.lower():7} {record.getMessage()} {facts}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def set_up_logs(log_format: str, level: str) -> None:
+    """Our logs and uvicorn's, in one format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    for name in ("hybridkv", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+    logging.getLogger("uvicorn.error").setLevel("INFO" if level == "debug" else "WARNING")
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = record.__dict__.get("facts", {})
+    return facts
+
+
+def _shown(value: object) -> str:
+    """A value that cannot be mistaken for several, or for another line."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

@@ -1,0 +1,202 @@
+"""Prometheus metrics of one server: counters of the engine and its cache as they are, and histograms of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hybridkv.cache import CacheStats
+from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
+from hybridkv.serve.jobs import Gate
+from hybridkv.store import StoreStats
+from hybridkv.stream import StreamStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+OUTCOMES = ("completed", "refused", "busy", "disconnected", "failed")
+_CACHE_COUNTERS = {
+    "checkpoints_kept": "Checkpoints that were kept",
+    "checkpoints_hit": "Requests that resumed from a checkpoint",
+    "checkpoints_skipped": "Checkpoints that were wanted, with no page to spare",
+    "checkpoints_evicted": "Checkpoints that had to go",
+    "blocks_published": "Blocks of tokens that others can find",
+    "blocks_shared": "Blocks computed although another request had published them meanwhile",
+    "blocks_evicted": "Blocks of tokens that had to go",
+    "rollbacks": "Times a request had to go back",
+    "rolled_back_tokens": "Tokens computed again after going back",
+    "invalid_pages": "Pages whose content was wrong",
+    "no_room": "Times a step found no room",
+    "compactions": "Slabs that were emptied by moving their pages",
+    "pages_moved": "Pages moved by compaction",
+}
+
+_STREAM_COUNTERS = {
+    "lookups": "Prompts that a store was asked for",
+    "found": "Prompts that it had more of",
+    "slow_lookups": "Prompts that it took too long to answer for",
+    "failed_lookups": "Prompts that asking it failed for",
+    "skipped_lookups": "Prompts that it was not asked for because earlier questions hang",
+    "loaded_tokens": "Tokens of prompts that a store supplied",
+    "loaded_bytes": "Read for requests",
+    "load_seconds": "From the start of each load to its last row, all loads together",
+    "wait_seconds": "That steps have waited for rows",
+    "dumped": "Objects written",
+    "dumped_bytes": "Written",
+    "dumps_dropped": "Objects not written because too much was waiting",
+    "dumps_failed": "Objects that could not be written",
+    "dumps_discarded": "Objects whose step did not count",
+}
+_STORE_COUNTERS = {
+    "hits": "Names looked up and found",
+    "misses": "Names looked up in vain",
+    "saved": "Objects saved",
+    "evicted": "Objects that had to go",
+    "dropped": "Objects that found no room, or no time",
+    "corrupt": "Objects that were not what had been written",
+    "faults": "Times the store itself failed",
+    "skipped": "Names not looked up and objects not written while the store rested after a fault",
+    "promoted": "Objects copied to a faster tier",
+}
+
+
+class Metrics:
+    """What `/metrics` tells."""
+
+    def __init__(self, engine: Engine, gate: Gate) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, gate))
+        self._requests = self._counter("requests", "Requests for text by how they ended", ["outcome"])
+        self._replies = self._counter("replies", "Replies by why they ended; n for each prompt", ["finish_reason"])
+        self._reply_tokens = self._histogram("reply_tokens", "Tokens of a reply", _TOKENS)
+        self._prompt_tokens = self._histogram("prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self._queue = self._histogram("queue_seconds", "From arrival to the first computed token", _SECONDS)
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
+        self._per_token = self._histogram("time_per_output_token_seconds", "Between two tokens", _TOKEN_SECONDS)
+        self._total = self._histogram("request_seconds", "From arrival to the last token", _SECONDS)
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)  # there from the start: a first failure is then seen to be one
+
+    def finished(self, results: Sequence[Result]) -> None:
+        """Prompts whose replies have ended."""
+        for result in results:
+            self._prompt_tokens.observe(len(result.prompt_token_ids))
+            for one in result.completions:
+                self._replies.labels(one.finish_reason).inc()
+                self._reply_tokens.observe(len(one.token_ids))
+            metrics = result.metrics
+            if any(one.token_ids for one in result.completions):
+                self._queue.observe(metrics.queue_s)
+                self._ttft.observe(metrics.ttft_s)
+                self._total.observe(metrics.total_s)
+            if metrics.per_token_s:
+                self._per_token.observe(metrics.per_token_s)
+
+    def ended(self, outcome: str) -> None:
+        """A request for text, one of `OUTCOMES`."""
+        self._requests.labels(outcome).inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' format. Waits for the engine to be between two steps."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"hybridkv_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"hybridkv_{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when it is asked."""
+
+    def __init__(self, engine: Engine, gate: Gate) -> None:
+        self._engine = engine
+        self._gate = gate
+
+    def describe(self) -> list[Metric]:
+        return []  # what there is depends on the model: it is found out when it is collected
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("server_waiting_requests", "Requests without a first token, all told", self._gate.num_waiting)
+        try:
+            stats = self._engine.stats()
+        except EngineError:
+            yield _gauge("up", "Whether the engine runs", 0)
+            return
+        yield _gauge("up", "Whether the engine runs", 1)
+        yield from _engine_metrics(stats)
+        yield from _cache_metrics(stats.cache)
+        yield from _memory_metrics(stats.memory)
+        if stats.stream is not None and stats.store is not None:
+            yield from _stream_metrics(stats.stream)
+            yield from _store_metrics(stats.store)
+
+
+def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("running_samples", "Samples that have a lease", stats.running)
+    yield _gauge("waiting_samples", "Samples in the queue", stats.waiting)
+    yield _count("steps", "Forward passes", stats.steps)
+    yield _count("computed_tokens", "Tokens that went through the model", stats.computed_tokens)
+    yield _count("preemptions", "Samples sent back to the queue for want of memory", stats.preemptions)
+    yield _count("followed", "Samples that waited for another to compute their prefix", stats.followed)
+    seconds = CounterMetricFamily("hybridkv_step_seconds", "Where the time of steps went", labels=["part"])
+    for part, spent in stats.seconds.items():
+        seconds.add_metric([part], spent)
+    yield seconds
+
+
+def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
+    yield _count("cache_lookups", "Prompts that were looked up", stats.requests)
+    yield _count("cache_prompt_tokens", "Tokens of prompts that were looked up", stats.prompt_tokens)
+    yield _count("cache_hit_tokens", "Tokens of prompts that the cache supplied", stats.hit_tokens)
+    missed = CounterMetricFamily("hybridkv_cache_missed_tokens", "Tokens it did not supply", labels=["reason"])
+    for reason, tokens in stats.misses.items():
+        missed.add_metric([reason or "none"], tokens)
+    yield missed
+    for name, text in _CACHE_COUNTERS.items():
+        yield _count(f"cache_{name}", text, getattr(stats, name))
+
+
+def _memory_metrics(memory: MemoryUse) -> Iterator[Metric]:
+    yield _gauge("memory_bytes", "Of the arena", memory.total_bytes)
+    yield _gauge("memory_free_bytes", "In slabs that no group has", memory.free_bytes)
+    used = GaugeMetricFamily("hybridkv_memory_used_bytes", "In pages that are held or kept", labels=["group"])
+    slabs = GaugeMetricFamily("hybridkv_memory_slab_bytes", "In slabs of the group", labels=["group"])
+    for group, nbytes in memory.used_bytes.items():
+        used.add_metric([group], nbytes)
+        slabs.add_metric([group], memory.slab_bytes[group])
+    yield from (used, slabs)
+    yield _gauge("pinned_prefixes", "Prefixes that are kept until a time", memory.pinned_prefixes)
+
+
+def _stream_metrics(stats: StreamStats) -> Iterator[Metric]:
+    for name, text in _STREAM_COUNTERS.items():
+        yield _count(f"stream_{name}", text, getattr(stats, name))
+    yield _gauge("stream_dump_bytes_waiting", "Copied from pages, and not written yet", stats.dump_bytes_waiting)
+    loads = CounterMetricFamily("hybridkv_stream_loads", "Loads that came whole", labels=["mode"])
+    for mode, count in stats.loads.items():
+        loads.add_metric([mode], count)
+    failures = CounterMetricFamily("hybridkv_stream_load_failures", "Loads that failed", labels=["reason"])
+    for reason, count in stats.failures.items():
+        failures.add_metric([reason], count)
+    yield from (loads, failures)
+
+
+def _store_metrics(stats: StoreStats) -> Iterator[Metric]:
+    yield _gauge("store_objects", "In the store", stats.objects)
+    yield _gauge("store_bytes", "Of objects in the store", stats.nbytes)
+    for name, text in _STORE_COUNTERS.items():
+        yield _count(f"store_{name}", text, getattr(stats, name))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"hybridkv_{name}", text, value=value)
+
+
+def _count(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"hybridkv_{name}", text, value=value)

@@ -1,0 +1,253 @@
+"""What clients may send, as OpenAI's clients send it, and the sampling parameters and prompts that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from hybridkv.engine import Engine, Prompt, SamplingParams
+from hybridkv.engine.batches import as_list
+from hybridkv.engine.params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKEN_ID
+from hybridkv.errors import RequestError
+from hybridkv.serve.unsupported import check_extras, check_template_options
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_BREAKPOINTS = 64
+COMPLETION_TOKENS = 16
+"""Of `/v1/completions` where a request does not say, as OpenAI has it."""
+EITHER = {
+    "prompt": f"pass a text, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to {MAX_PROMPTS} of either, not mixed",
+    "stop": f"pass a text, or a list of at most {MAX_STOPS}",
+    "content": "pass a text, or a list of parts of type text",
+}
+"""What fields take that may be of several types: otherwise each type that was tried has a complaint of its own."""
+_NEED_CONTENT = frozenset(("developer", "system", "user"))
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""The first that is wrong says enough: there may be millions."""
+
+
+def _few_biases(value: object) -> object:
+    """Looked at before any of them is: each that is wrong costs a message."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"{len(value)} tokens: pass at most {MAX_LOGIT_BIASES}")
+    return value
+
+
+class Asked(NamedTuple):
+    """Prompts, and the texts that replies shall begin with, if any."""
+
+    prompts: list[Prompt]
+    echoes: Sequence[str] = ()
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class _SampledRequest(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Replies to the same prompt.")
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE, description="0: always the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 or -1: all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = Field(
+        None, description="By token id, as text: JSON has no other keys."
+    )
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(
+        None, max_length=1024, description="Requests with different salts never share anything in the cache."
+    )
+    breakpoints: TokenIds | None = Field(
+        None, max_length=MAX_BREAKPOINTS, description="Tokens of the prompt after which others may go on differently."
+    )
+    return_token_ids: bool | None = Field(None, description="Add token ids to every choice.")
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        check_extras(self.model_extra or {})
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options without stream: they are for streams; set stream, or leave them out"
+            raise RequestError(message, "stream_options")
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "logit_bias": _biases(self.logit_bias),
+            "include_stop_in_text": self.include_stop_str_in_output,
+        }
+        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **named)
+
+    def with_breakpoints(self, prompt: Prompt) -> Prompt:
+        if not self.breakpoints:
+            return prompt
+        return Prompt(prompt.token_ids, sorted({*prompt.breakpoints, *self.breakpoints}))
+
+
+class CompletionRequest(_SampledRequest):
+    """Of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(description="One text, several, one list of token ids, or several.")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description=f"Default: {COMPLETION_TOKENS}.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(None, description="Begin the text with the prompt's.")
+
+    def params(self) -> SamplingParams:
+        self.refuse_unsupported()
+        if self.echo and self.logprobs is not None:
+            message = "echo with logprobs: only tokens that are generated have them; leave one of both out"
+            raise RequestError(message, "echo")
+        return self.sampling(COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+    def prepare(self, engine: Engine) -> Asked:
+        texts = as_list(self.prompt)
+        prompts = [self.with_breakpoints(engine.prepare(prompt)) for prompt in texts]
+        if not self.echo:
+            return Asked(prompts)
+        pairs = zip(texts, prompts, strict=True)
+        return Asked(prompts, [text if isinstance(text, str) else engine.detokenize(p.token_ids) for text, p in pairs])
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """Further fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role in _NEED_CONTENT:
+            raise ValueError(f"a message of role {self.role!r} has no content: give it a text")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        return {**(self.model_extra or {}), "role": self.role, "content": self._text()}
+
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text":
+                raise RequestError(f"a part of type {part.type!r} in a message: only text is served", "messages")
+        return "".join(part.text or "" for part in self.content)
+
+
+class _ChatPrompt(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template knows.")
+
+    def render(self, engine: Engine) -> Prompt:
+        check_template_options(self.chat_template_kwargs or {})
+        return engine.render_chat(
+            [message.for_template() for message in self.messages],
+            add_generation_prompt=self.add_generation_prompt,
+            template_options=self.chat_template_kwargs,
+        )
+
+
+class ChatRequest(_SampledRequest, _ChatPrompt):
+    """Of `/v1/chat/completions`."""
+
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="Default: the model's limit.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def params(self) -> SamplingParams:
+        self.refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs without logprobs: set logprobs to true, or leave it out"
+            raise RequestError(message, "top_logprobs")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+
+    def prepare(self, engine: Engine) -> Asked:
+        return Asked([self.with_breakpoints(self.render(engine))])
+
+
+class TokenizeText(BaseModel):
+    """Of `/tokenize`, for a text."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str
+
+    def render(self, engine: Engine) -> Prompt:
+        return engine.prepare(self.prompt)
+
+
+class TokenizeChat(_ChatPrompt):
+    """Of `/tokenize`, for messages as the chat template writes them."""
+
+
+class DetokenizeRequest(BaseModel):
+    """Of `/detokenize`."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: TokenIds
+
+
+def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    for token in biases:
+        if not token.isascii() or not token.isdigit() or len(token) > 10:
+            message = f'logit_bias of {token[:80]!r}: name tokens by their ids, such as "42"'
+            raise RequestError(message, "logit_bias")
+    return {int(token): value for token, value in biases.items()}

@@ -1,0 +1,121 @@
+"""Answers requests for text: from a parsed body to a reply or a stream, and what is counted on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from hybridkv.engine import Engine, Prompt, Result, SamplingParams
+from hybridkv.errors import HybridKVError
+from hybridkv.serve.dialects import ChatDialect, CompletionDialect, Dialect, TokenTexts
+from hybridkv.serve.failures import UnknownModelError, error_body, status_of
+from hybridkv.serve.jobs import Gate, Job, while_connected
+from hybridkv.serve.metrics import Metrics
+from hybridkv.serve.replies import ModelCard
+from hybridkv.serve.requests import ChatRequest, CompletionRequest
+from hybridkv.serve.streams import DONE, EventStream
+from hybridkv.serve.tokenizing import Tokenizing
+
+T = TypeVar("T")
+AnyRequest = CompletionRequest | ChatRequest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+class Service:
+    """One engine under one model name."""
+
+    def __init__(self, engine: Engine, model_name: str, max_waiting: int) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.gate = Gate(max_waiting)
+        self.metrics = Metrics(engine, self.gate)
+        self._texts = TokenTexts(engine.tokenizer)
+        self._created = int(time.time())
+        self._tokenizing = Tokenizing(engine)
+
+    def close(self) -> None:
+        self._tokenizing.close()
+
+    def card(self) -> ModelCard:
+        return ModelCard(id=self.model_name, created=self._created, max_model_len=self.engine.max_length)
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.model_name):
+            raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
+
+    def count(self, path: str, outcome: str) -> None:
+        """A request to any path has ended."""
+        if path in (COMPLETIONS, CHAT):
+            self.metrics.ended(outcome)
+
+    async def tokenized(self, request: Request, work: Callable[[Engine], T]) -> T:
+        """What `work` makes of the engine's tokenizer, while the client is there."""
+        size = len(await request.body())
+        return await while_connected(request.receive, self._tokenizing.run(work, size))
+
+    async def answer(self, request: Request, body: AnyRequest) -> Response:
+        """A reply, or a stream that has yet to begin."""
+        self.check_model(body.model)
+        params = body.params()
+        ticket = self.gate.enter()
+        try:
+            asked = await self.tokenized(request, body.prepare)
+            for prompt in asked.prompts:
+                self._check(prompt, params)
+            job = Job(asked.prompts, params, body.cache_salt or "", ticket)
+            speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
+            dialect = speak(
+                self.model_name, self._texts, n=params.n, with_ids=bool(body.return_token_ids), echoes=asked.echoes
+            )
+            if body.stream:
+                return EventStream(self._events(request, job, dialect, body.wants_usage), on_end=ticket.called)
+            results = await while_connected(request.receive, job.results(self.engine))
+        except BaseException:
+            ticket.called()
+            raise
+        self._note(request, results)
+        return Response(dialect.whole(results).model_dump_json(), media_type="application/json")
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        self.engine.check_length(len(prompt.token_ids))  # without a look at the tokens: there may be millions
+        self.engine.check(prompt, params)
+
+    async def _events(self, request: Request, job: Job, dialect: Dialect, wants_usage: bool) -> AsyncGenerator[str]:
+        """A stream's events. Once it has begun its status is sent: what goes wrong is told in an event."""
+        results: dict[int, Result] = {}
+        try:
+            async with aclosing(job.updates(self.engine)) as updates:
+                async for number, update in updates:
+                    if update.result is not None:
+                        results[number] = update.result
+                    if update.finish_reason not in (None, "stop", "length"):
+                        continue  # told below, once its error is known
+                    for piece in dialect.pieces(number, update):
+                        yield piece.model_dump_json()
+            ordered = [results[number] for number in sorted(results)]
+            self._note(request, ordered)
+            dialect.choices(ordered)
+            if wants_usage:
+                yield dialect.usage_piece(ordered).model_dump_json()
+        except HybridKVError as error:
+            request.state.outcome = "failed"
+            yield error_body(status_of(error), str(error))
+        yield DONE
+
+    def _note(self, request: Request, results: Sequence[Result]) -> None:
+        """For metrics and the log."""
+        self.metrics.finished(results)
+        request.state.facts = {
+            "prompt_tokens": sum(len(result.prompt_token_ids) for result in results),
+            "cached_tokens": sum(result.cached_tokens for result in results),
+            "reply_tokens": sum(len(one.token_ids) for result in results for one in result.completions),
+            "ttft_s": round(max(result.metrics.ttft_s for result in results), 4),
+            "finish": sorted({one.finish_reason for result in results for one in result.completions}),
+        }

@@ -1,0 +1,155 @@
+"""`hybridkv serve` as people start and stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hybridkv.cli.main import run
+from tests.engine.checkpoints import save_checkpoint
+
+PATIENCE_S = 60.0
+SMALL = ["--memory", "16MiB", "--device", "cpu", "--port", "0"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("served") / "it's tiny"
+    save_checkpoint("qwen3_next", directory)
+    return str(directory)
+
+
+class Process:
+    """A server that has told where it is."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.told: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.told.append(line.rstrip("\n"))
+            if line.startswith("curl "):
+                break
+        [self.url] = [line.split()[2] for line in self.told if line.startswith("Serving at ")]
+
+    @property
+    def curl(self) -> str:
+        return self.told[-1]
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and the log."""
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, log
+
+
+@contextmanager
+def started(*args: str, **environment: str) -> Iterator[Process]:
+    command = [str(Path(sys.executable).with_name("hybridkv")), "serve", *args]
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **streams)
+    try:
+        yield Process(process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def stream_while_stopping(server: Process, key: str = "", **body: Any) -> str:
+    """Ask for a stream, tell the server to stop at its first piece, and read on."""
+    sent = {"prompt": "The user asks", "stream": True, "ignore_eos": True, **body}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=sent, headers=headers, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        return "\n".join([first, *lines])
+
+
+def test_a_server_from_start_to_end(checkpoint: str) -> None:
+    """It tells a line that works; a stream that is under way when it is told to stop comes to its end; it logs JSON."""
+    with started(checkpoint, *SMALL, "--log-format", "json", "--store", "memory://?size=4MiB") as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert "  store: memory://?size=4MiB" in server.told
+        assert any("it's tiny on cpu" in line for line in server.told)
+        if shutil.which("curl"):
+            done = subprocess.run(["sh", "-c", server.curl], capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+        text = stream_while_stopping(server, max_tokens=300)
+        code, log = server.end()
+    assert code == 0
+    assert text.rstrip().endswith("data: [DONE]")
+    assert '"finish_reason":"length"' in text
+    last = [json.loads(line) for line in log.splitlines()][-1]
+    assert (last["path"], last["status"], last["outcome"]) == ("/v1/completions", 200, "completed")
+    assert (last["reply_tokens"], last["level"]) == (300, "info")
+
+
+def test_patience_with_long_replies_ends(checkpoint: str) -> None:
+    """64 long replies take longer than the second they are given; keys come from the environment."""
+    with started(checkpoint, *SMALL, "--drain-s", "1", "--name", "mine", HYBRIDKV_API_KEY="k3y") as server:
+        assert "Authorization: Bearer $KEY" in server.curl
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer k3y"}).json()
+        assert models["data"][0]["id"] == "mine"
+        text = stream_while_stopping(server, key="k3y", n=64, max_tokens=480)
+        code, log = server.end()
+    assert code == 0
+    assert "the server is stopping" in text.rstrip().splitlines()[-1]
+    assert "path=/v1/completions status=200 outcome=failed" in log
+    assert "Traceback" not in log
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    assert run(["serve", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hybridkv: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        error = complaint(capsys, "no model is needed for this", "--port", str(port))
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in error
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--port", "70000"], "port 70000: choose 0 (any free one) to 65535"),
+        (["--port", "-1"], "port -1"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--max-waiting", "0"], "max waiting 0"),
+        (["--max-body", "much"], "'much'"),
+        (["--max-body", "1023"], "max body 1023 bytes: no request would fit; choose 1KiB or more"),
+        (["--drain-s", "-1"], "drain -1 s"),
+        (["--log-format", "xml"], "log format 'xml': choose text or json"),
+        (["--log-level", "loud"], "log level 'loud'"),
+        (["--api-key", ""], "an API key that is empty"),
+        (["--api-key", "schlüssel"], "other than printable ASCII"),
+        (["--memory", "much", "--port", "0"], "'much'"),
+        (["--max-running", "0", "--port", "0"], "max_running 0"),
+        (["--port", "0"], "no directory"),
+    ],
+)
+def test_nonsense_gets_one_line_and_exit_code_2(
+    args: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint(capsys, str(tmp_path / "nothing here"), *args)

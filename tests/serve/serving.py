@@ -1,0 +1,123 @@
+"""A server in a thread of the test process, so that tests can look at its engine; an engine that walks step by step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybridkv import Engine
+from hybridkv.engine.results import Update
+from hybridkv.serve import ServeOptions, Server, make_app
+
+MODEL = "tiny"
+PATIENCE_S = 20.0
+
+
+class Served:
+    """A server and its engine."""
+
+    def __init__(self, engine: Engine, url: str) -> None:
+        self.engine = engine
+        self.url = url
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def metrics(self) -> dict[str, float]:
+        """All samples, by name and labels as Prometheus writes them."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return {
+            one.name + "".join(f"|{value}" for _, value in sorted(one.labels.items())): one.value
+            for family in families
+            for one in family.samples
+        }
+
+
+@contextmanager
+def serving(engine: Engine, model_name: str = MODEL, **options: Any) -> Iterator[Served]:
+    server, ready = Server("127.0.0.1", 0), threading.Event()
+    app = make_app(engine, ServeOptions(model_name, **options))
+    thread = threading.Thread(target=lambda: server.run(app, drain_s=5, on_ready=ready.set))
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE_S)
+        yield Served(engine, server.url)
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether something comes true before patience ends."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def check_idle(served: Served) -> None:
+    """Nothing runs, waits or is held, the books are right, and a reset gives every page back."""
+    engine = served.engine
+    assert eventually(lambda: not engine.core.has_work)
+    assert eventually(lambda: served.metrics()["hybridkv_server_waiting_requests"] == 0)
+    assert all(lease.is_pin for lease in engine.core.cache.leases)
+    engine.check_integrity()
+    engine.reset_cache()
+    assert not any(engine.stats().memory.used_bytes.values())
+
+
+class Pace:
+    """An engine that takes steps only when told to. What others ask of it happens between steps, as ever."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.core = engine.core
+        self._inbox = engine._loop._inbox
+        self._step = engine.core.step
+        self._permits = threading.Semaphore(0)
+        self._at_door = threading.Event()
+        self._is_free = False
+
+    @property
+    def num_asked(self) -> int:
+        """Things that others asked of the engine since its last step: requests, or their ends."""
+        return self._inbox.qsize()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and on their way there."""
+        return len(self.core.scheduler.waiting) + self.num_asked
+
+    def step(self) -> list[Update]:
+        if not self._is_free:
+            self._at_door.set()
+            self._permits.acquire()
+        return self._step()
+
+    def advance(self, steps: int = 1) -> None:
+        """So many steps; returns when they are done and the next one is about to begin."""
+        for _ in range(steps):
+            self.wait()
+            self._at_door.clear()
+            self._permits.release()
+        assert eventually(lambda: self._at_door.is_set() or not self.core.has_work)
+
+    def wait(self) -> None:
+        """Until a step is about to begin."""
+        assert self._at_door.wait(PATIENCE_S)
+
+    def run(self) -> None:
+        """On its own again."""
+        self._is_free = True
+        self._permits.release()

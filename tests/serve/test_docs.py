@@ -1,0 +1,122 @@
+"""What docs/server.md says is so: its example runs, its tables name what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybridkv import Engine
+from hybridkv.cli.main import app
+from hybridkv.demo import build_demo_model
+from hybridkv.serve import ServeOptions, Server, make_app
+from tests.serve.serving import Served, serving
+
+PAGE = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+
+
+def table(header: str) -> Iterator[list[str]]:
+    """The cells of the rows of the table whose header begins so."""
+    lines = iter(PAGE.splitlines())
+    assert any(line.startswith(f"| {header} |") for line in lines), header
+    next(lines)
+    for line in lines:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split(" |")]
+
+
+def example(first_line: str) -> str:
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    [found] = [block for block in blocks if block.startswith(first_line)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    directory = build_demo_model(tmp_path_factory.mktemp("demo") / "demo-v1")
+    with Engine(directory, memory="64MiB", device="cpu") as engine:
+        yield engine
+
+
+def test_a_client_sees_what_the_page_says(demo: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(demo, model_name="demo-v1") as served:
+        exec(compile(example("from openai").replace("http://127.0.0.1:8000", served.url), "docs/server.md", "exec"), {})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "65 of 81 cached"
+    assert f"`{last}`" in PAGE
+
+
+def test_a_server_in_python_runs(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but building the model, and waiting for a signal."""
+    block = example("from hybridkv import Engine")
+    for name in ("Server(", "make_app(", "ServeOptions(", "server.run(app, drain_s=5, on_ready="):
+        assert name in block
+    server = Server("127.0.0.1", 0)
+    server.run(make_app(demo, ServeOptions("demo", api_keys=("secret",))), drain_s=5, on_ready=server.stop)
+
+
+def test_every_option_is_listed_with_its_default() -> None:
+    command: Any = typer.main.get_command(app)
+    found = {
+        name: parameter.default
+        for parameter in command.commands["serve"].params
+        for name in parameter.opts
+        if name.startswith("--") and name != "--help"
+    }
+    listed: dict[str, str] = {}
+    for cell, defaults, *_ in table("option"):
+        names = re.findall(r"`(--[\w-]+)`", cell)
+        values = [value.strip() for value in defaults.split(",")]
+        listed.update(zip(names, values * len(names) if len(values) < len(names) else values, strict=False))
+    assert set(listed) == set(found)
+    for name, default in found.items():
+        assert default in (None, False) or listed[name] == str(default), name
+
+
+def test_every_endpoint_is_listed(served: Served) -> None:
+    described = served.http.get("/openapi.json").json()["paths"]
+    paths = {path.replace("{name}", "NAME") for path in described}
+    listed = {path for cell, *_ in table("endpoint") for path in re.findall(r"(/[\w/]+)", cell)}
+    assert listed == paths | {"/docs"} | {"/openapi"}
+
+
+def test_every_field_is_named(served: Served) -> None:
+    schemas = served.http.get("/openapi.json").json()["components"]["schemas"]
+    for kind in ("CompletionRequest", "ChatRequest"):
+        missing = [name for name in schemas[kind]["properties"] if f"`{name}" not in PAGE]
+        assert not missing
+
+
+def metrics_of(served: Served) -> dict[str, str]:
+    """Their kinds, by the names that the page gives them."""
+    kinds = {"counter": "_total", "gauge": "", "histogram": ""}
+    return {
+        family.name.removeprefix("hybridkv_") + kinds[family.type]: family.type
+        for family in text_string_to_metric_families(served.http.get("/metrics").text)
+        if not family.name.endswith("_created")
+    }
+
+
+def metrics_in(header: str) -> dict[str, str]:
+    return {name: kind for cell, kind, *_ in table(header) for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
+
+
+def test_every_metric_is_listed(served: Served) -> None:
+    assert metrics_in("`hybridkv_...`") == metrics_of(served)
+
+
+def test_every_metric_of_a_store_is_listed(checkpoint: Path) -> None:
+    with (
+        Engine(checkpoint, memory="16MiB", device="cpu", store="memory://?size=16MiB") as engine,
+        serving(engine) as served,
+    ):
+        found = metrics_of(served)
+    assert metrics_in("with `--store`: `hybridkv_...`") == {
+        name: kind for name, kind in found.items() if name.startswith(("stream_", "store_"))
+    }
