@@ -13,7 +13,8 @@ import hybridkv
 
 SOURCE = Path(hybridkv.__file__).parent
 # From the ground floor up; modules on one line may import each other downwards only through the lines before.
-FLOORS = ["errors", "units", "spec", "models", "plan", "cache", "memory", "kernels", "replay", "engine", "cli"]
+FLOORS = ["errors", "units", "spec", "models", "plan", "cache", "memory", "kernels", "replay", "store", "stream"]
+FLOORS += ["demo", "engine", "serve", "cli"]
 
 
 def imported_floors(path: Path) -> set[str]:

@@ -58,6 +58,13 @@ def test_one_prompt_prints_the_reply_alone(checkpoint: str, capsys: pytest.Captu
     assert output(capsys, "generate", checkpoint, "-p", SENTENCE, *GREEDY) == report["text"] + "\n"
 
 
+def test_compile_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("llama4", tmp_path)  # which cannot be compiled
+    assert run(["generate", str(tmp_path), "-p", "user", *GREEDY, "--no-compile"]) == 0
+    assert run(["generate", str(tmp_path), "-p", "user", *GREEDY, "--compile"]) == 2
+    assert "compile=True: layers of type 'llama4_text' cannot be compiled" in capsys.readouterr().err
+
+
 def test_several_prompts_are_told_apart(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [one["text"] for one in reports(capsys, checkpoint, "-p", "A state", "-p", "user", *GREEDY)]
     printed = output(capsys, "generate", checkpoint, "-p", "A state", "-p", "user", *GREEDY)
@@ -163,6 +170,9 @@ def complaint(capsys: pytest.CaptureFixture[str], args: Sequence[str]) -> str:
     [
         (["-p", "x", "-f", "some.txt"], "both --prompt and --file"),
         (["-f", "missing.txt"], "cannot read missing.txt"),
+        (["-f", sys.executable], "it is no text in UTF-8"),
+        (["-p", "x", "--nonsense"], "(see 'hybridkv generate --help')"),
+        (["-p", "x", "--stream", "async"], "stream 'async' without a store"),
         (["-p", "x", "--temperature", "-1"], "temperature is -1.0"),
         (["-p", "x", "--temperature", "nan"], "temperature is nan"),
         (["-p", "x", "--temperature", "warm"], "--temperature"),
@@ -173,7 +183,7 @@ def complaint(capsys: pytest.CaptureFixture[str], args: Sequence[str]) -> str:
         (["-p", "x", "--memory", "1000"], "too little"),
         (["-p", "x", "--memory", "much"], "'much'"),
         (["-p", "x", "--device", "abacus"], "unknown device 'abacus'"),
-        (["-p", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["-p", "x", "--dtype", "int3"], "cannot compute in 'int3': choose auto, float32, bfloat16, float16"),
         (["-p", "x", "--dtype", "fp8"], "cannot compute in 'fp8'"),
         (["-p", ""], "prompt is empty"),
         (["-p", "x" * 2000], "must stay within 512"),
@@ -195,7 +205,7 @@ def test_models_that_are_not_there_or_not_served(
         return complaint(capsys, [command, str(model), *SMALL])
 
     assert "no directory" in say(tmp_path / "nothing")
-    assert "cannot load" in say(tmp_path)
+    assert "has no config.json" in say(tmp_path)
     tiny_config("gemma2").save_pretrained(tmp_path / "gemma2")
     assert "'gemma2', which the engine does not run" in say(tmp_path / "gemma2")
 

@@ -53,6 +53,28 @@ def test_a_reply_without_a_limit_ends_where_the_arena_does(family: str) -> None:
     assert 40 + len(result.token_ids) - 1 >= longest_that_fits(driver)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_the_longest_request_is_what_memory_allows_and_a_longer_one_is_cut(family: str) -> None:
+    model = build(family)
+    driver = Driver(model, memory_bytes=memory_for(model, 1, 100))
+    longest = longest_that_fits(driver)
+    assert driver.core.limits.max_length == longest + 1
+    driver.add("long", prompt(longest - 3, 1), replace(GREEDY, max_tokens=300))
+    driver.add("longest", prompt(longest, 2), replace(GREEDY, max_tokens=300))
+    results = driver.run(400)
+    assert [len(results[name].token_ids) for name in ("long", "longest")] == [4, 1]
+    assert [results[name].finish_reason for name in ("long", "longest")] == ["length"] * 2
+    with pytest.raises(RequestError, match="more memory"):
+        driver.add("too long", prompt(longest + 1, 3))
+
+
+def test_memory_is_no_limit_where_the_model_has_a_lower_one() -> None:
+    driver = Driver(build("llama"))
+    assert (driver.core.limits.max_length, driver.core.limits.is_short_of_memory) == (512, False)
+    with pytest.raises(RequestError, match=r"within 512; shorten it$"):
+        driver.add("a", prompt(512, 1))
+
+
 def test_a_reply_that_fills_the_arena_ends_once_although_others_wait() -> None:
     model = build("llama")
     driver = Driver(model, memory_bytes=memory_for(model, 1, 100))
@@ -163,7 +185,7 @@ def test_a_token_without_a_text_ends_one_reply_and_not_the_engine() -> None:
 class SlowCore:
     """A core whose first step waits, and then fails if told to."""
 
-    has_work = False
+    has_work = waits = False
 
     def __init__(self) -> None:
         self.entered, self.go = threading.Event(), threading.Event()

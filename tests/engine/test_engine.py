@@ -241,8 +241,12 @@ def test_a_bug_in_the_engine_reaches_everyone_who_waits(monkeypatch: pytest.Monk
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no directory"):
         Engine(tmp_path / "nothing here")
-    with pytest.raises(ConfigError, match="cannot load"):
+    with pytest.raises(ConfigError, match="no directory ''"):
+        Engine("")
+    with pytest.raises(ConfigError, match=r"has no config\.json: name a directory"):
         Engine(tmp_path)
+    with pytest.raises(HybridKVError, match="stream 'layerwise' without a store"):
+        Engine(tmp_path / "not even looked at", stream="layerwise")
     with pytest.raises(HybridKVError, match=r"'gemma2'.*does not run: it runs bamba"):
         Engine(make(tiny_config("gemma2")))
     with pytest.raises(HybridKVError, match="too little"):

@@ -11,6 +11,7 @@ import torch
 
 import hybridkv.engine.runner
 import hybridkv.engine.seams.frame
+import hybridkv.engine.seams.functions
 import hybridkv.engine.seams.stand_in
 from hybridkv.cache import CopyPage, Segment, StepTables
 from tests.engine.drive import Driver
@@ -18,6 +19,7 @@ from tests.engine.zoo import FAMILIES, build, prompt
 
 runner_module: Any = hybridkv.engine.runner
 frame_module: Any = hybridkv.engine.seams.frame
+functions: Any = hybridkv.engine.seams.functions
 stand_in: Any = hybridkv.engine.seams.stand_in
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrent]
@@ -140,8 +142,8 @@ def test_a_tail_that_was_not_copied(family: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ATTENTION)
 def test_tokens_written_one_slot_off(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = stand_in.write_tokens
-    monkeypatch.setattr(stand_in, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
+    write = functions.write_tokens
+    monkeypatch.setattr(functions, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
     with noticed():
         live(family)
 

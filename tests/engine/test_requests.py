@@ -110,8 +110,8 @@ def test_ids_in_use_and_prompts_without_room_for_a_reply_are_refused() -> None:
     with pytest.raises(RequestError, match="'a' is in use"):
         driver.add("a", prompt(5, 2))
     with pytest.raises(RequestError, match="must stay within"):
-        driver.add("b", prompt(driver.core.max_length, 1))
-    driver.add("b", prompt(driver.core.max_length - 1, 1), replace(GREEDY, max_tokens=None))
+        driver.add("b", prompt(driver.core.limits.max_length, 1))
+    driver.add("b", prompt(driver.core.limits.max_length - 1, 1), replace(GREEDY, max_tokens=None))
     assert len(driver.run()["b"].token_ids) == 1
 
 
@@ -164,7 +164,7 @@ def test_an_interrupted_generate_aborts_what_it_asked_for(engine: Engine, monkey
         news.get()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hybridkv.engine.engine, "_collect", interrupted)
+    monkeypatch.setattr(hybridkv.engine.engine, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9, 1), prompt(9, 2)], replace(GREEDY, max_tokens=400), progress=False)
     engine.check_integrity()

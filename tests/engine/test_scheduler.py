@@ -71,7 +71,9 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     model = build("llama")
     driver = Driver(model, memory_bytes=memory_for(model, 1, 100))
-    with pytest.raises(RequestError, match="do not fit into the cache even alone"):
+    with pytest.raises(
+        RequestError, match=r"300 tokens: .* all that fits into the cache; shorten it, or give the engine more memory"
+    ):
         driver.add("large", prompt(300, 1))
     driver.add("small", prompt(60, 1))
     driver.run()

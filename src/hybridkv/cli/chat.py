@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybridkv.cli.engine_options import (
+    CompileOption,
     DeviceOption,
     DtypeOption,
     EngineOptions,
@@ -15,6 +16,8 @@ from hybridkv.cli.engine_options import (
     MemoryOption,
     ModelArgument,
     SeedOption,
+    StoreOption,
+    StreamOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -38,6 +41,9 @@ def chat_command(
     memory: MemoryOption = "2GiB",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    store: StoreOption = None,
+    stream: StreamOption = "auto",
+    compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="After each reply: cached tokens and times.")] = False,
 ) -> None:
@@ -46,7 +52,9 @@ def chat_command(
     Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
-    with EngineOptions(model, memory, dtype, device, trust_remote_code).start() as engine:
+    with EngineOptions(
+        model, memory, dtype, device, trust_remote_code, store, stream, compile=compile
+    ).start() as engine:
         messages = [{"role": "system", "content": system}] if system else []
         while line := _ask():
             messages.append({"role": "user", "content": line})

@@ -19,6 +19,19 @@ MemoryOption = Annotated[str, typer.Option(help="Memory for the cache: 2GiB, 512
 DtypeOption = Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float32 ...")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")]
+StoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="Keep what is computed beyond this process: file:///path?size=200GiB, memory://?size=4GiB. "
+        "Several: the fastest first.",
+    ),
+]
+StreamOption = Annotated[str, typer.Option(help="How requests load from a store: auto, async or layerwise.")]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile/--no-compile", help="Compile the model's layers: slow to start, then faster on a GPU."),
+]
 MaxTokensOption = Annotated[int, typer.Option(help="Tokens of a reply, at most.")]
 TemperatureOption = Annotated[float, typer.Option(help="0: always the likeliest token.")]
 TopPOption = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this much.")]
@@ -35,6 +48,11 @@ class EngineOptions:
     dtype: str
     device: str
     trust_remote_code: bool
+    store: list[str] | None = None
+    stream: str = "auto"
+    max_length: int | None = None
+    max_running: int = 256
+    compile: bool = False
 
     def start(self) -> Engine:
         engines = _engine()
@@ -45,6 +63,11 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
+            store=self.store or None,
+            stream=self.stream,
+            max_length=self.max_length,
+            max_running=self.max_running,
+            compile=self.compile,
         )
         return engine
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybridkv.cli.engine_options import (
+    CompileOption,
     DeviceOption,
     DtypeOption,
     EngineOptions,
@@ -17,6 +18,8 @@ from hybridkv.cli.engine_options import (
     MemoryOption,
     ModelArgument,
     SeedOption,
+    StoreOption,
+    StreamOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -49,6 +52,9 @@ def generate_command(
     memory: MemoryOption = "2GiB",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    store: StoreOption = None,
+    stream: StreamOption = "auto",
+    compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with tokens and times.")] = False,
 ) -> None:
@@ -58,7 +64,9 @@ def generate_command(
     """
     wanted = _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
-    with EngineOptions(model, memory, dtype, device, trust_remote_code).start() as engine:
+    with EngineOptions(
+        model, memory, dtype, device, trust_remote_code, store, stream, compile=compile
+    ).start() as engine:
         for result, prompt in zip(engine.generate(wanted, params, progress=sys.stderr.isatty()), wanted, strict=True):
             if as_json:
                 write(json.dumps(_report(result), ensure_ascii=False))
@@ -75,7 +83,9 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
         return [_piped()]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise HybridKVError(f"cannot read {path}: it is no text in UTF-8; name a file with a prompt a line") from None
+    except OSError as error:
         raise HybridKVError(f"cannot read {path}: {error}") from None
     found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:

@@ -10,10 +10,13 @@ import typer
 
 from hybridkv import __version__
 from hybridkv.cli.chat import chat_command
+from hybridkv.cli.demo import demo_command
 from hybridkv.cli.generate import generate_command
 from hybridkv.cli.models import models_command
 from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
+from hybridkv.cli.serve import serve_command
+from hybridkv.cli.store import store_app
 from hybridkv.errors import HybridKVError
 
 app = typer.Typer(
@@ -29,6 +32,9 @@ app.command("models")(models_command)
 app.command("replay")(replay_command)
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
+app.command("serve")(serve_command)
+app.command("demo")(demo_command)
+app.add_typer(store_app, name="store")
 
 # What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
@@ -70,7 +76,8 @@ def run(args: list[str]) -> int:
         _discard_output()
         return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
-        return _complain(f"{error.format_message()} (see 'hybridkv --help')")
+        command = error.ctx.command_path if error.ctx is not None else "hybridkv"
+        return _complain(f"{error.format_message()} (see '{command} --help')")
     return code if isinstance(code, int) else 0
 
 

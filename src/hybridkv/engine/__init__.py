@@ -7,12 +7,15 @@ from hybridkv.engine.loop import EngineError
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.sampler import TokenLogprobs
+from hybridkv.engine.stats import EngineStats, MemoryUse
 
 __all__ = [
     "SUPPORTED",
     "Completion",
     "Engine",
     "EngineError",
+    "EngineStats",
+    "MemoryUse",
     "Metrics",
     "Prompt",
     "Result",

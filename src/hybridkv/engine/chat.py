@@ -28,21 +28,31 @@ def check_text(text: str) -> str:
     return text
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Prompt:
-    """What the tokenizer's chat template makes of messages. Each message's end is a breakpoint.
+_LAST_ENDS = 7
+"""Ends of messages that are breakpoints, besides the first one's: older ones were when they were young."""
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """What the tokenizer's chat template makes of messages. The ends of the first and the last are breakpoints.
 
     Templates are programs: some write a message differently when others follow. Only ends that are really there in the
-    whole text become breakpoints.
+    whole text become breakpoints. `options`: passed on to the template.
     """
     if not messages:
         raise RequestError("a chat needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template: pass a plain prompt instead")
-    text = check_text(_render(tokenizer, messages, add_generation_prompt))
+    text = check_text(_render(tokenizer, messages, add_generation_prompt, options or {}))
     ends = []
-    for count in range(1, len(messages)):
+    for count in sorted({1, *range(max(1, len(messages) - _LAST_ENDS), len(messages))} - {len(messages)}):
         try:
-            start = _render(tokenizer, messages[:count], False)
+            start = _render(tokenizer, messages[:count], False, options or {})
         except RequestError:
             continue  # a template that wants roles to alternate may refuse a part
         if text.startswith(start):
@@ -53,11 +63,13 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_p
     return Prompt(token_ids, _token_positions(offsets, ends))
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
+) -> str:
+    plain = [dict(message) for message in messages]
+    fixed = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        text: str = tokenizer.apply_chat_template(plain, **{**options, **fixed})
     except Exception as error:  # templates are code of others
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     return text

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 import torch
 
-from hybridkv.cache import Cache, Lease, NoRoom, could_fit
+from hybridkv.cache import Cache, Lease, NoRoom
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
+from hybridkv.engine.limits import Limits
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
@@ -18,6 +20,7 @@ from hybridkv.engine.rows import RowState
 from hybridkv.engine.runner import Runner, Work
 from hybridkv.engine.sampler import Sampled, Sampler
 from hybridkv.engine.scheduler import Scheduled, Scheduler
+from hybridkv.engine.streaming import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
 from hybridkv.errors import RequestError
 
@@ -43,26 +46,28 @@ class EngineCore:
         eos_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        streaming: Streaming | None = None,
     ) -> None:
         self.cache = cache
         self.runner = runner
-        self.scheduler = Scheduler(cache, max_step_tokens=max_step_tokens, max_running=max_running)
-        self.max_length = max_length
-        """Tokens of a prompt and its reply together."""
+        self.streaming = streaming
+        self.scheduler = Scheduler(cache, max_step_tokens=max_step_tokens, max_running=max_running, streaming=streaming)
+        self.waits = False
+        """The last step found nothing to compute: everyone waits for a store."""
+        self.limits = Limits(cache.layout, vocab_size, max_length, has_tokenizer=tokenizer is not None)
         self.seconds = {"schedule": 0.0, "model": 0.0, "sample": 0.0, "commit": 0.0}
         """Where the time of steps went."""
         self.steps = 0
         self.computed_tokens = 0
         self._sampler = Sampler(runner.device, seed)
         self._requests: dict[str, Request] = {}
-        self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._arrivals = 0
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.streaming is not None and self.streaming.has_news)
 
     def add(
         self,
@@ -76,7 +81,7 @@ class EngineCore:
     ) -> None:
         """Queue a request, or refuse it at once if it can never be served."""
         packed = pack_tokens(prompt)
-        self.check(packed, params)
+        self.limits.check(packed, params)
         try:
             root_key(salt, extra_keys)
         except (AttributeError, TypeError, UnicodeEncodeError):
@@ -100,8 +105,10 @@ class EngineCore:
     def step(self) -> list[Update]:
         """Compute the next tokens of everyone who gets some; returns what is new."""
         with self._timed("schedule"):
+            self._collect_loads()
             scheduled, stuck = self.scheduler.schedule()
         updates = [self._give_up(sample) for sample in stuck]
+        self.waits = not scheduled and not stuck
         if not scheduled:
             return updates
         self.steps += 1
@@ -126,7 +133,12 @@ class EngineCore:
             tokens = np.frombuffer(packed, dtype=np.int32)
             work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
             self.computed_tokens += tables.end - tables.start
-        return self.runner.run(work)
+        if self.streaming is None:
+            return self.runner.run(work)
+        self.streaming.begin_step(scheduled)
+        logits = self.runner.run(work)
+        self.streaming.ran()
+        return logits
 
     def _rows(self, scheduled: Sequence[Scheduled]) -> tuple[list[RowState], list[int] | None]:
         """What is sampled: one row a sample, but all n of a request whose prompt ends here, from the same logits."""
@@ -151,15 +163,33 @@ class EngineCore:
         for sample, tables in scheduled:
             lease = sample.lease
             assert lease is not None
+            is_first = not sample.token_ids and sample.request.num_samples > 1
+            num_sampled = _is_last(lease, tables.end) * (len(sample.request.samples) if is_first else 1)
+            own = list(islice(tokens, num_sampled))
+            if self.streaming is not None and not self._counts(sample, lease, own):
+                continue
             if tables.end >= sample.failed_at:  # before that it only does again what had been done
                 sample.failures = sample.failed_at = 0
-            if not _is_last(lease, tables.end):
+            if not own:
                 self.cache.commit(lease)
-            elif sample.token_ids or sample.request.num_samples == 1:
-                updates += self._accept(sample, lease, tables.end, next(tokens))
+            elif is_first:
+                updates += self._branch(sample, lease, tables.end, own)
             else:
-                updates += self._branch(sample, lease, tables.end, [next(tokens) for _ in sample.request.samples])
+                updates += self._accept(sample, lease, tables.end, own[0])
+        if self.streaming is not None:
+            self.streaming.end_step()
         return updates
+
+    def _counts(self, sample: Sample, lease: Lease, sampled: Sequence[Sampled]) -> bool:
+        """Whether a sample's part of the step is any good; if not, it has gone back."""
+        assert self.streaming is not None
+        if not self.streaming.has_failed(sample):
+            is_sound = lease.poisoned is None and all(one.error is None for one in sampled)
+            self.streaming.judge(sample, is_sound)
+            return True
+        if self.streaming.discard(sample):
+            self.scheduler.start_anew(sample)
+        return False
 
     def _accept(self, sample: Sample, lease: Lease, end: int, sampled: Sampled) -> list[Update]:
         if sampled.error is not None:
@@ -195,7 +225,7 @@ class EngineCore:
 
     def _push(self, sample: Sample, sampled: Sampled) -> Update:
         try:
-            sample.push(sampled, self.max_length)
+            sample.push(sampled, self.limits.max_length)
         except Exception as error:  # tokenizers are code of others, and only this sample's text is lost
             sample.error = f"token {sampled.token} cannot become text: {type(error).__name__}: {error}"
             sample.finish_reason = "error"
@@ -204,16 +234,29 @@ class EngineCore:
     def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:
         """The forward pass raised. Everyone goes back to the last kept state and tries again, but not forever."""
         updates: list[Update] = []
+        if self.streaming is not None:
+            self.streaming.ran()
         for sample, tables in scheduled:
             assert sample.lease is not None
-            self.cache.commit(sample.lease, failed=True)
+            if self.streaming is not None and self.streaming.hangs(sample):
+                self.streaming.discard(sample)
+                self.scheduler.start_anew(sample)
+            else:
+                self.cache.commit(sample.lease, failed=True)
             sample.failures += 1
             sample.failed_at = max(sample.failed_at, tables.end)
+        if self.streaming is not None:
+            self.streaming.end_step()
         for sample, _ in scheduled:
             if sample.failures >= _MOST_FAILURES:
                 reason = f"the model failed: {type(error).__name__}: {error}"
                 updates += self._end_all(sample.request, "error", reason)
         return updates
+
+    def _collect_loads(self) -> None:
+        if self.streaming is not None:
+            for sample in self.streaming.collect():
+                self.scheduler.start_anew(sample)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -249,6 +292,8 @@ class EngineCore:
     def _end(self, sample: Sample, reason: str) -> Update:
         if sample.finish_reason is None:
             sample.finish(reason)
+        if self.streaming is not None and reason in ("stop", "length"):
+            self.streaming.dumps.of_reply(sample)
         self.scheduler.remove(sample)
         if len(sample.request.samples) < sample.request.num_samples:
             sample.request.num_samples = len(sample.request.samples)  # it ended before the others were told apart
@@ -256,28 +301,6 @@ class EngineCore:
         if update.result is not None:
             del self._requests[sample.request.id]
         return update
-
-    def check(self, prompt: TokenIds, params: SamplingParams) -> None:
-        """Refuse what can never be served. Changes nothing: may be called on any thread."""
-        params.check_vocab(self._vocab_size)
-        ids = np.frombuffer(pack_tokens(prompt), dtype=np.int32)
-        if not len(ids):
-            raise RequestError("the prompt is empty: give it at least one token")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(f"token id {bad} in the prompt: the model's ids go from 0 to {self._vocab_size - 1}")
-        if len(ids) >= self.max_length:
-            raise RequestError(
-                f"a prompt of {len(ids)} tokens: with its reply it must stay within {self.max_length}; shorten it"
-            )
-        if params.stops and self._tokenizer is None:
-            raise RequestError(f"stop text {params.stops[0]!r} without a tokenizer: use stop_token_ids")
-        longest = min(self.max_length, len(ids) + (params.max_tokens or 1)) - 1
-        if not could_fit(self.cache.layout, longest):
-            raise RequestError(
-                f"{longest} tokens do not fit into the cache even alone: ask for fewer, or give the engine more memory"
-            )
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

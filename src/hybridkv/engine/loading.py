@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.families import check_supported
+from hybridkv.engine.identity import model_identity
 from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError
@@ -40,6 +41,8 @@ class LoadedModel:
     vocab_size: int
     max_length: int
     eos_ids: frozenset[int]
+    identity: str
+    """A digest of the weights, if it was asked for; else empty."""
 
 
 def load(
@@ -51,6 +54,7 @@ def load(
     state_dtype: str | None = None,
     tokenizer: str | Path | Any | None = None,
     trust_remote_code: bool = False,
+    with_identity: bool = False,
 ) -> LoadedModel:
     """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine."""
     where = choose_device(device)
@@ -64,6 +68,7 @@ def load(
         _check_path(model)
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
+    identity = model_identity(loaded) if with_identity else ""  # before weights are packed
     if not isinstance(model, PreTrainedModel) and can_pack(loaded):
         pack_weights(loaded)
     spec = read_config(
@@ -84,6 +89,7 @@ def load(
         vocab_size=int(loaded.get_input_embeddings().num_embeddings),
         max_length=int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT),
         eos_ids=_eos_ids(loaded, found),
+        identity=identity,
     )
 
 
@@ -105,16 +111,24 @@ def choose_device(device: str) -> torch.device:
 
 def _check_path(model: str | Path) -> None:
     """Refuse what cannot be a model at once: transformers would ask the hub for it, again and again."""
-    is_hub_name = isinstance(model, str) and _HUB_NAME.fullmatch(model)
-    if not Path(model).is_dir() and not is_hub_name:
-        raise ConfigError(f"no directory {str(model)!r}: name one that a transformers model was saved to")
+    way_out = "name a directory that a transformers model was saved to"
+    if not str(model) or not Path(model).is_dir():
+        if isinstance(model, str) and _HUB_NAME.fullmatch(model):
+            return
+        raise ConfigError(f"no directory {str(model)!r}: {way_out}")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{str(model)!r} has no config.json: {way_out}")
 
 
 def _weights_dtype(dtype: str) -> torch.dtype:
-    parsed = DType.parse(dtype)
+    names = ", ".join(one.value for one in _COMPUTES_IN)
+    refusal = HybridKVError(f"the engine cannot compute in {dtype!r}: choose auto, {names}")
+    try:
+        parsed = DType.parse(dtype)
+    except HybridKVError:
+        raise refusal from None
     if parsed not in _COMPUTES_IN:
-        names = ", ".join(one.value for one in _COMPUTES_IN)
-        raise HybridKVError(f"the engine cannot compute in {dtype!r}: choose auto, {names}")
+        raise refusal
     return torch_dtype(parsed)
 
 

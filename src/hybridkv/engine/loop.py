@@ -5,17 +5,24 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from typing import TypeVar
 
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import flush_denormals
 from hybridkv.engine.results import Update
 from hybridkv.errors import HybridKVError, RequestError
 
+T = TypeVar("T")
+
 
 class EngineError(HybridKVError):
     """The engine has stopped and serves nothing any more."""
 
+
+_POLL_S = 0.02
+"""While everyone waits for a store: to notice that one is late."""
 
 Sink = Callable[[Update | HybridKVError], None]
 """Called on the engine's thread: must not wait. After an error nothing more comes."""
@@ -47,33 +54,33 @@ class EngineLoop:
                 _tell(sink, refused)
 
         with self._door:
-            self._check_alive()
+            self.check_alive()
             self._sinks[request_id] = sink
             self._inbox.put(start)
 
     def abort(self, request_id: str) -> None:
         self._inbox.put(lambda: self._deliver(self._core.abort(request_id)))
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Run a function between two steps, and wait for it."""
-        done = threading.Event()
-        failed: list[BaseException] = []
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, and wait for what it returns."""
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                function()
+                answer.set_result(function())
             except BaseException as error:
-                failed.append(error)
-            finally:
-                done.set()
+                answer.set_exception(error)
 
         with self._door:
-            self._check_alive()
+            self.check_alive()
             self._inbox.put(run)
-        while not done.wait(timeout=1.0):
-            self._check_alive()
-        if failed:
-            raise failed[0]
+        while not wait([answer], timeout=1.0).done:
+            self.check_alive()
+        return answer.result()
+
+    def wake_up(self) -> None:
+        """What the core waits for may have come. Called on any thread."""
+        self._inbox.put(_wake_up)
 
     def close(self) -> None:
         """After the present step. What has not ended is aborted."""
@@ -83,7 +90,8 @@ class EngineLoop:
                 self._inbox.put(None)
         self._thread.join()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises what has ended the engine, if something has."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -107,12 +115,18 @@ class EngineLoop:
         """Do what others asked for; wait for something if there is nothing to compute. False: it is over."""
         while True:
             try:
-                command = self._inbox.get(block=not self._core.has_work)
+                if self._core.has_work and self._core.waits:
+                    command = self._inbox.get(timeout=_POLL_S)
+                else:
+                    command = self._inbox.get(block=not self._core.has_work)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            if command is _wake_up:
+                return True
             command()
+            self._core.waits = False  # there may be something to compute now
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
@@ -126,6 +140,10 @@ class EngineLoop:
             except Exception:  # nobody listens any more, such as when an event loop was closed: others go on
                 self._sinks.pop(update.request_id, None)
                 self._core.abort(update.request_id)
+
+
+def _wake_up() -> None:
+    """What was waited for has come."""
 
 
 def _tell(sink: Sink, error: HybridKVError) -> None:

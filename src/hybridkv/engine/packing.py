@@ -7,18 +7,27 @@ weights are let go.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hybridkv.engine.seams.ops import operation
 
 _TYPICAL_TOKENS = 16
 """A layout suits a number of rows best; others work, too. Few rows have most to gain."""
 
 _READ_ELSEWHERE = frozenset({"dt_proj"})
 """Linear layers whose weights some mixer multiplies with by itself."""
+
+_NUMBERS = itertools.count()
+_EXPERTS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""By number: operations take tensors, not modules, and a hundred weights are too many to pass."""
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -36,9 +45,12 @@ def pack_weights(model: PreTrainedModel) -> None:
             if type(child) is nn.Linear and name not in _READ_ELSEWHERE and id(child.weight) not in shared:
                 setattr(parent, name, PackedLinear(child))
         if _are_plain_experts(parent):
-            parent.packed = [_pack_expert(parent, index) for index in range(parent.num_experts)]
+            parent.packed_up = [_pack(weight) for weight in parent.gate_up_proj]
+            parent.packed_down = [_pack(weight) for weight in parent.down_proj]
             parent.gate_up_proj = parent.down_proj = None
             parent.forward = MethodType(_experts, parent)
+            parent.number = torch.tensor(next(_NUMBERS))
+            _EXPERTS[int(parent.number)] = parent
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -61,6 +73,9 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        named: Tensor = torch.ops.hybridkv.packed_product(x, packed, bias)
+        return named
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
 
@@ -81,24 +96,39 @@ def _are_plain_experts(module: Any) -> bool:
     )
 
 
-def _pack_expert(experts: Any, index: int) -> tuple[Tensor, Tensor]:
-    return _pack(experts.gate_up_proj[index]), _pack(experts.down_proj[index])
-
-
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert on its own tokens, one expert after the other. hidden_states: [N, D], top_k_*: [N, K] -> [N, D]"""
+    """Each expert on its own tokens, one after the other; what is not a product is done for all of them at once.
+
+    hidden_states: [N, D], top_k_*: [N, K] -> [N, D]
+    """
+    if torch.compiler.is_dynamo_compiling():
+        named: Tensor = torch.ops.hybridkv.packed_experts(self.number, hidden_states, top_k_index, top_k_weights)
+        return named
     num_choices = top_k_index.shape[-1]
     chosen, order = top_k_index.flatten().sort()
     counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
     rows = hidden_states.index_select(0, order // num_choices)
-    outputs = torch.empty_like(rows)
-    first = 0
-    for (up, down), count in zip(self.packed, counts, strict=True):
-        if count:
-            here = slice(first, first + count)
-            outputs[here] = _product(self._apply_gate(_product(rows[here], up)), down)
-            first += count
-    weighted = torch.empty_like(outputs)
-    weighted[order] = outputs
-    weighted = weighted.unflatten(0, (-1, num_choices)) * top_k_weights.unsqueeze(-1)
+    outputs = _each(self._apply_gate(_each(rows, self.packed_up, counts)), self.packed_down, counts)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    weighted = outputs.index_select(0, places).unflatten(0, (-1, num_choices)) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _each(rows: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The first rows times the first weight, the next ones times the next: `counts` says how many."""
+    parts = zip(rows.split(counts), weights, counts, strict=True)
+    return torch.cat([_product(part, weight) for part, weight, count in parts if count])
+
+
+# --- for a compiler, which looks into neither -------------------------------------------------------------------------
+
+operation(
+    "packed_product(Tensor x, Tensor packed, Tensor? bias) -> Tensor",
+    lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0]),
+    _product,
+)
+operation(
+    "packed_experts(Tensor number, Tensor rows, Tensor chosen, Tensor weights) -> Tensor",
+    lambda number, rows, chosen, weights: rows.new_empty(rows.shape),
+    lambda number, *args: _experts(_EXPERTS[number.item()], *args),
+)

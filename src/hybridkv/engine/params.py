@@ -93,7 +93,8 @@ class SamplingParams:
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:
-                    raise _refuse(f"a token of {name}", token, f"this model's tokens are 0 to {vocab_size - 1}")
+                    way_out = f"this model's tokens are 0 to {vocab_size - 1}"
+                    raise _refuse(name, token, way_out, called=f"a token of {name}")
 
 
 def _check_lengths(params: SamplingParams) -> None:
@@ -123,24 +124,25 @@ def _check_distribution(params: SamplingParams) -> None:
 
 def _check_ends(stop: tuple[object, ...], ids: tuple[object, ...]) -> None:
     if len(stop) > MAX_STOPS:
-        raise RequestError(f"stop has {len(stop)} texts: pass at most {MAX_STOPS}")
+        raise RequestError(f"stop has {len(stop)} texts: pass at most {MAX_STOPS}", "stop")
     for text in stop:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             raise _refuse("stop", text, f"pass texts of 1 to {MAX_STOP_CHARS} characters")
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(f"stop_token_ids has {len(ids)} ids: pass at most {MAX_STOP_TOKEN_IDS}")
+        message = f"stop_token_ids has {len(ids)} ids: pass at most {MAX_STOP_TOKEN_IDS}"
+        raise RequestError(message, "stop_token_ids")
     for token in ids:
-        _check_int("a token of stop_token_ids", token, 0, MAX_TOKEN_ID)
+        _check_int("stop_token_ids", token, 0, MAX_TOKEN_ID, called="a token of stop_token_ids")
 
 
 def _checked_bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise _refuse("logit_bias", bias, "pass a mapping from token ids to numbers")
     if len(bias) > MAX_LOGIT_BIASES:
-        raise RequestError(f"logit_bias has {len(bias)} tokens: pass at most {MAX_LOGIT_BIASES}")
+        raise RequestError(f"logit_bias has {len(bias)} tokens: pass at most {MAX_LOGIT_BIASES}", "logit_bias")
     for token, value in bias.items():
-        _check_int("a token of logit_bias", token, 0, MAX_TOKEN_ID)
-        _check_number(f"logit_bias of token {token}", value, -100, 100)
+        _check_int("logit_bias", token, 0, MAX_TOKEN_ID, called="a token of logit_bias")
+        _check_number("logit_bias", value, -100, 100, called=f"logit_bias of token {token}")
     return {token: float(value) for token, value in bias.items()}
 
 
@@ -150,18 +152,19 @@ def _listed(name: str, values: object) -> tuple[object, ...]:
     return tuple(values)
 
 
-def _check_int(name: str, value: object, low: int, high: int, hint: str = "") -> None:
+def _check_int(name: str, value: object, low: int, high: int, hint: str = "", *, called: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _refuse(name, value, f"pass a whole number from {low} to {high}{hint and ', ' + hint}")
+        raise _refuse(name, value, f"pass a whole number from {low} to {high}{hint and ', ' + hint}", called=called)
 
 
-def _check_number(name: str, value: object, low: float, high: float, hint: str = "") -> None:
+def _check_number(name: str, value: object, low: float, high: float, hint: str = "", *, called: str = "") -> None:
     # NaN is not between any two numbers.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _refuse(name, value, f"pass a number from {low} to {high}{hint and ', ' + hint}")
+        raise _refuse(name, value, f"pass a number from {low} to {high}{hint and ', ' + hint}", called=called)
 
 
-def _refuse(name: str, value: object, way_out: str) -> RequestError:
+def _refuse(name: str, value: object, way_out: str, *, called: str = "") -> RequestError:
+    """`called`: what of the parameter is wrong, if not the whole."""
     # Python refuses to print very long numbers.
     shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
-    return RequestError(f"{name} is {shown if len(shown) <= 80 else shown[:80] + '...'}: {way_out}")
+    return RequestError(f"{called or name} is {shown if len(shown) <= 80 else shown[:80] + '...'}: {way_out}", name)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 
 from hybridkv.cache import Lease
-from hybridkv.cache.tokens import pack_tokens
+from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.rows import RowState
 from hybridkv.engine.sampler import Sampled, TokenLogprobs
 from hybridkv.engine.text import TextStream
+from hybridkv.stream import BlockKeys, Fetch, Streamer
 
 
 class Sample:
@@ -28,6 +29,12 @@ class Sample:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.has_followed = False
+        self.has_asked = False
+        """The store, if there is one, since it last waited."""
+        self.fetch: Fetch | None = None
+        """What the store says it has."""
+        self.load_to = 0
+        """Up to where its next step begins with tokens from the store."""
         self.preemptions = 0
         self.failures = 0
         """Steps of it that raised since it last got further."""
@@ -39,6 +46,7 @@ class Sample:
         self._pieces: list[str] = []
         self._told = 0
         self._told_pieces = 0
+        self._keys: BlockKeys | None = None
 
     @property
     def tokens(self) -> bytes:
@@ -50,6 +58,14 @@ class Sample:
         """Tokens that are known and not computed yet."""
         assert self.lease is not None
         return self.lease.num_tokens - self.lease.computed
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens that its next steps compute: nothing while it loads, and not what it is about to load."""
+        assert self.lease is not None
+        if self.lease.in_flight:
+            return 0
+        return self.lease.num_tokens - max(self.lease.computed, self.load_to)
 
     @property
     def is_idle(self) -> bool:
@@ -66,6 +82,17 @@ class Sample:
         if self.request.started_s is None:
             self.request.started_s = time.monotonic()
             self.request.cached_tokens = min(self.lease.cached_tokens, self.request.prompt_tokens)
+
+    def keys(self, streamer: Streamer) -> BlockKeys:
+        """The names of its blocks outside."""
+        if self._keys is None:
+            self._keys = streamer.block_keys(root_key(self.request.salt, self.request.extra_keys))
+        return self._keys
+
+    def loaded(self, position: int) -> None:
+        """A store has supplied its prompt up to there."""
+        if self.request.first_token_s is None:
+            self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
     def push(self, sampled: Sampled, max_length: int) -> None:
         """Take in one sampled token, and see whether it is the last."""

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheLayout, Role, StepTables
+from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.errors import HybridKVError
@@ -53,6 +54,7 @@ class Runner:
         self._cache = PagedCache()
         self._hooks: list[Any] = []
         self._frame: Frame | None = None
+        self._compiled: CompiledLayers | None = None
         attach(model)
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in accepted), "")
@@ -94,9 +96,16 @@ class Runner:
             self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
             self._hooks.append(layer.register_forward_hook(self._after(observer, index)))
 
+    def compile(self, wanted: bool | str) -> None:
+        """Let the decoder layers be compiled when they next run, if they can be."""
+        if wanted is not False:
+            self._compiled = compile_layers(self.model, decoder_layers(self.model), wanted, self.device)
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._compiled is not None:
+            self._compiled.stop()
 
     def _before(self, observer: LayerObserver, index: int) -> Any:
         def hook(module: Any, args: Any) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-from hybridkv.cache import Cache, NoRoom, StepTables, extend_some
+from hybridkv.cache import Cache, Lease, NoRoom, StepTables, extend_some
 from hybridkv.engine.request import Sample
+from hybridkv.engine.streaming import Streaming
 
 _LOOK_AHEAD = 32
 """Waiting samples that are looked at in a step: does someone compute their prefix?"""
@@ -27,8 +28,11 @@ class Scheduled(NamedTuple):
 class Scheduler:
     """The queue and the running samples of one cache."""
 
-    def __init__(self, cache: Cache, *, max_step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, cache: Cache, *, max_step_tokens: int, max_running: int, streaming: Streaming | None = None
+    ) -> None:
         self.cache = cache
+        self.streaming = streaming
         self.max_step_tokens = max_step_tokens
         self.max_running = max_running
         self.waiting: list[Sample] = []
@@ -58,6 +62,8 @@ class Scheduler:
         self._is_full = False
         if lease.in_flight:
             self.cache.abort(lease)
+            if self.streaming is not None:
+                self.streaming.abandon(lease)
         else:
             self.cache.release(lease)
 
@@ -65,13 +71,13 @@ class Scheduler:
         """Send off the next step: what is in it, and who can never go on, even alone. Each sample is in one at most."""
         step: list[Scheduled] = []
         stuck: list[Sample] = []
-        for sample in [one for one in self.running if one.remaining == 1]:
+        for sample in [one for one in self.running if one.is_idle and one.remaining == 1]:
             self._send_off(sample, 1, step, stuck)
         budget = self.max_step_tokens - len(step)
         self._admit(budget)
         for sample in [one for one in self.running if one.is_idle]:
             if budget > 0 and sample.lease is not None and sample not in stuck:
-                budget -= self._send_off(sample, min(sample.remaining, budget), step, stuck)
+                budget -= self._send_off(sample, min(sample.to_compute, budget), step, stuck)
         return step, stuck
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -84,15 +90,18 @@ class Scheduler:
         """
         if self._is_full and self.running:
             return
-        unfed = sum(one.remaining for one in self.running if one.is_idle)
+        unfed = sum(one.to_compute for one in self.running)
         for sample in self.waiting[:_LOOK_AHEAD]:
             if len(self.running) >= self.max_running:
                 return
-            if unfed and self._follows(sample):
+            is_someone_ahead = unfed or (self.streaming is not None and self.streaming.num_loading)
+            if is_someone_ahead and self._follows(sample):
+                continue
+            if self.streaming is not None and not self.streaming.is_ready(sample):
                 continue
             if unfed < budget:
                 self._start(sample)
-                unfed += sample.remaining
+                unfed += sample.to_compute
 
     def _follows(self, sample: Sample) -> bool:
         """Whether someone computes the sample's prefix right now, and it pays to wait."""
@@ -111,6 +120,8 @@ class Scheduler:
             sample.tokens, salt=request.salt, extra_keys=request.extra_keys, breakpoints=request.breakpoints
         )
         sample.started()
+        if self.streaming is not None:
+            self.streaming.started(sample, is_alone=all(self.streaming.is_loading(one) for one in self.running))
         insort(self.running, sample, key=lambda one: one.rank)
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -118,7 +129,9 @@ class Scheduler:
     def _send_off(self, sample: Sample, num_tokens: int, step: list[Scheduled], stuck: list[Sample]) -> int:
         """Put a sample's next tokens into the step; returns how many. Others make room for it, or it for others."""
         while sample.lease is not None:
-            tables = self.cache.extend(sample.lease, num_tokens)
+            tables = self._extend(sample, sample.lease, num_tokens)
+            if tables is None:
+                return 0
             if isinstance(tables, NoRoom) and len(self.running) == 1:
                 tables = extend_some(self.cache, sample.lease, num_tokens)
                 if isinstance(tables, NoRoom):
@@ -131,11 +144,25 @@ class Scheduler:
             self._preempt(max((one for one in self.running if one.is_idle), key=lambda one: one.rank))
         return 0
 
+    def _extend(self, sample: Sample, lease: Lease, num_tokens: int) -> StepTables | NoRoom | None:
+        """Tables for a step, or why there are none. None: it loads first."""
+        if self.streaming is not None and sample.load_to > lease.computed:
+            tables = self.streaming.extend(sample, num_tokens)
+            if tables is not None or lease.in_flight:
+                return tables
+        return self.cache.extend(lease, num_tokens)
+
+    def start_anew(self, sample: Sample) -> None:
+        """It has lost its lease: back to the queue, in its old place."""
+        self.running.remove(sample)
+        self.add(sample)
+
     def _preempt(self, sample: Sample) -> None:
         assert sample.lease is not None
         self.running.remove(sample)
         self.cache.release(sample.lease)
         sample.lease = None
+        sample.has_asked, sample.load_to = False, 0
         sample.preemptions += 1
         self.preempted += 1
         self._is_full = True

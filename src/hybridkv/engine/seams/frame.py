@@ -82,6 +82,19 @@ def current() -> Frame:
     return frame
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_running() -> bool:
+    return _active.frame is not None
+
+
+def tracing() -> bool:
+    """Whether a compiler looks at a layer of a step: it is shown operations, and no layer's number.
+
+    So one trace serves all layers of a kind. Whoever runs it says in the frame which layer that is.
+    """
+    return bool(torch.compiler.is_dynamo_compiling() and _is_running())
+
+
 @contextmanager
 def running(frame: Frame) -> Iterator[Frame]:
     """For the time of one forward pass."""

@@ -7,12 +7,16 @@ pages by the kernels; the final state that models expect back is empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from hybridkv.engine.seams.frame import Frame, current
 from hybridkv.kernels.registry import kernel
+from hybridkv.kernels.tokens import TokenTable, write_tokens
+from hybridkv.memory import LayerMemory
 from hybridkv.spec import LatentAttention
 
 
@@ -29,19 +33,48 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Registered with transformers' AttentionInterface. What a query sees comes from the plan, not from arguments."""
     frame = current()
-    layer = frame.memory.attention(_kv_layer(module, frame))
-    table = frame.tokens[layer.group]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(frame, _kv_layer(module, frame), query, key, value, scale, softcap, s_aux), None
+
+
+def attend(
+    frame: Frame,
+    source: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """source: the layer whose keys and values are read -> [1, N, Hq, Dv]"""
+    layer = frame.memory.attention(source)
+    table = frame.tokens[layer.group]
     rows = query[0].transpose(0, 1)
     if isinstance(layer.spec, LatentAttention):
         attend_visible = kernel("attend_visible", query.device)
-        out = attend_visible(
-            rows, key[0].transpose(0, 1), value[0].transpose(0, 1), table, scale=scale, sinks=s_aux, softcap=softcap
+        out: Tensor = attend_visible(
+            rows, key[0].transpose(0, 1), value[0].transpose(0, 1), table, scale=scale, sinks=sinks, softcap=softcap
         )
     else:
         keys, values = layer.parts.values()
-        out = kernel("attend", query.device)(rows, keys, values, table, scale=scale, sinks=s_aux, softcap=softcap)
-    return out[None], None
+        out = kernel("attend", query.device)(rows, keys, values, table, scale=scale, sinks=sinks, softcap=softcap)
+    return out[None]
+
+
+def write(frame: Frame, key: Tensor, value: Tensor) -> tuple[LayerMemory, TokenTable]:
+    """Put this step's tokens (`[1, heads, N, dim]`) in their pages."""
+    layer = frame.memory.attention(frame.attention_layer)
+    table = frame.tokens[layer.group]
+    first, second = layer.parts.values()
+    write_tokens(first, table, key[0].transpose(0, 1))
+    write_tokens(second, table, value[0].transpose(0, 1))
+    return layer, table
+
+
+def keeps_latents(frame: Frame) -> bool:
+    """Whether the layer's attention keeps what keys and values are made of, and not themselves."""
+    return isinstance(frame.memory.attention(frame.attention_layer).spec, LatentAttention)
 
 
 def _kv_layer(module: nn.Module, frame: Frame) -> int:
@@ -140,13 +173,23 @@ def mamba1(
 
 def lightning(frame: Frame, mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Lightning attention has no function of its own to stand in for: this is its whole mixer around our scan."""
-    layer = frame.memory.state(mixer.layer_idx)
+    frame.state_layer = mixer.layer_idx
+    return around_lightning(mixer, hidden_states, partial(lightning_scan, frame)), None
+
+
+def around_lightning(mixer: Any, hidden_states: Tensor, scan: Callable[..., Tensor]) -> Tensor:
     heads, dim = mixer.num_attention_heads, mixer.head_dim
     q, k, v = mixer.act_fn(mixer.qkv_proj(hidden_states[0])).view(-1, heads, 3 * dim).split(dim, dim=-1)
-    run = kernel("lightning", hidden_states.device)
-    out = run(q, k, v, mixer.slope_rate.flatten(), layer.parts["recurrent"], frame.segments(layer))
-    out = mixer.norm(out.reshape(1, -1, heads * dim))
-    return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * out), None
+    out = mixer.norm(scan(q, k, v, mixer.slope_rate.flatten()).reshape(1, -1, heads * dim))
+    gated: Tensor = mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * out)
+    return gated
+
+
+def lightning_scan(frame: Frame, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+    """q, k, v: [N, H, D], slope: [H] -> [N, H, D]"""
+    layer = frame.memory.state(frame.state_layer)
+    out: Tensor = kernel("lightning", q.device)(q, k, v, slope, layer.parts["recurrent"], frame.segments(layer))
+    return out
 
 
 def _nothing(like: Tensor) -> Tensor:

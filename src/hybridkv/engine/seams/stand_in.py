@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hybridkv.engine.seams.frame import current
-from hybridkv.kernels.tokens import gather_tokens, write_tokens
+from hybridkv.engine.seams import functions, ops
+from hybridkv.engine.seams.frame import current, tracing
+from hybridkv.kernels.tokens import gather_tokens
 from hybridkv.spec import LatentAttention
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def keeps_latents() -> bool:
+    """While tracing: the same for all attention of a class."""
+    return functions.keeps_latents(current())
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -30,20 +37,20 @@ class PagedCache(Cache):  # type: ignore[misc]
         Attention reads pages by itself, so what comes back is only passed through; but latents are expanded by the
         model first, so those of every visible token come back, request after request.
         """
+        if tracing():
+            return ops.keep_latents(key, value) if keeps_latents() else (key, value)  # else attention writes them
         frame = current()
         frame.attention_layer = layer_idx
-        layer = frame.memory.attention(layer_idx)
-        table = frame.tokens[layer.group]
-        first, second = layer.parts.values()
-        write_tokens(first, table, key[0].transpose(0, 1))
-        write_tokens(second, table, value[0].transpose(0, 1))
+        layer, table = functions.write(frame, key, value)
         if isinstance(layer.spec, LatentAttention):
+            first, second = layer.parts.values()
             key = gather_tokens(first, table).to(key.dtype).transpose(0, 1)[None]
             value = gather_tokens(second, table).to(value.dtype).transpose(0, 1)[None]
         return key, value
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        current().state_layer = layer_idx
+        if not tracing():
+            current().state_layer = layer_idx
         return conv_states
 
     def update_recurrent_state(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""From a loaded model and settings to a core that runs it: plan, arena, cache, runner, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridkv.cache import Cache, CacheLayout
+from hybridkv.engine.core import EngineCore
+from hybridkv.engine.host import allow_many_files, keep_freed_memory, plan_no_attention
+from hybridkv.engine.loading import LoadedModel
+from hybridkv.engine.runner import Runner
+from hybridkv.engine.streaming import Streaming
+from hybridkv.errors import HybridKVError
+from hybridkv.memory import Memory
+from hybridkv.plan import PlanOptions, make_plan
+from hybridkv.plan.plan import DEFAULT_ROW_LAYERS
+from hybridkv.store import Store, open_store
+from hybridkv.stream import Streamer
+from hybridkv.units import parse_size
+
+_STEP_TOKENS = {"cuda": 8192, "cpu": 1024}
+"""Tokens a step at most: enough to keep the device busy, few enough for those that decode not to wait long."""
+
+_ROW_LAYERS = {"cpu": 1}
+"""Layers that are loaded and stored together. One, where small copies cost no more than large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `Engine` was asked for, checked."""
+
+    memory_bytes: int
+    block_tokens: int
+    attn_pack_size: int | None
+    row_layers: int | None
+    policy: str
+    step_tokens: int
+    max_running: int
+    max_length: int | None
+    seed: int | None
+    stream: str
+    load_timeout_s: float
+    compile: bool | str
+
+
+def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
+    """Everything between a model and its requests. `store` belongs to the core's streams from then on."""
+    device = loaded.device
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        plan_no_attention()
+    row_layers = settings.row_layers
+    if row_layers is None:
+        row_layers = _ROW_LAYERS.get(device.type, DEFAULT_ROW_LAYERS)
+    options = PlanOptions(settings.memory_bytes, settings.block_tokens, settings.attn_pack_size, row_layers=row_layers)
+    plan = make_plan(loaded.spec, options)
+    layout = CacheLayout.from_plan(plan)
+    memory = Memory(plan, layout, device)
+    cache = Cache(layout, policy=settings.policy, run_operations=memory.run)
+    runner = Runner(loaded.model, memory, layout)
+    runner.compile(settings.compile)
+    streaming = None
+    if store is not None:
+        allow_many_files()
+        streamer = Streamer(store, memory, layout, loaded.identity, load_timeout_s=settings.load_timeout_s)
+        streaming = Streaming(streamer, cache, settings.stream)
+        runner.observe(streaming)
+    return EngineCore(
+        cache,
+        runner,
+        vocab_size=loaded.vocab_size,
+        max_length=min(loaded.max_length, settings.max_length or loaded.max_length),
+        max_step_tokens=settings.step_tokens,
+        max_running=settings.max_running,
+        eos_ids=loaded.eos_ids,
+        tokenizer=loaded.tokenizer,
+        seed=settings.seed,
+        streaming=streaming,
+    )
+
+
+def memory_bytes(memory: str | int) -> int:
+    if isinstance(memory, str):
+        return parse_size(memory)
+    if not isinstance(memory, int) or isinstance(memory, bool):
+        raise HybridKVError(f"memory {memory!r}: write a size such as '2GiB', or a whole number of bytes")
+    return memory
+
+
+def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
+    """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
+    step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens
+    if step_tokens < 1:
+        raise HybridKVError(f"max_step_tokens {step_tokens}: a step has at least 1 token; leave it out for a default")
+    if not 1 <= max_running <= step_tokens:
+        raise HybridKVError(
+            f"max_running {max_running}: choose 1 to {step_tokens}; each running sample needs one of the tokens of a "
+            f"step (max_step_tokens)"
+        )
+    if max_length is not None and max_length < 2:
+        raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
+    return step_tokens
+
+
+def as_store(store: str | Sequence[str] | Store) -> Store:
+    if isinstance(store, Store):
+        return store
+    return open_store([store] if isinstance(store, str) else list(store))

@@ -1,0 +1,58 @@
+"""Several prompts at once: what callers may pass, and waiting for all of them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybridkv.engine.chat import Prompt
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.results import Result, Update
+from hybridkv.errors import HybridKVError, RequestError
+
+TokenIdList = Sequence[int] | npt.NDArray[np.int32]
+AnyPrompt = str | TokenIdList | Prompt
+
+
+def as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
+    """One prompt, or several? A list of numbers is one."""
+    if isinstance(prompts, (str, Prompt)):
+        return [prompts]
+    if not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts of type {type(prompts).__name__}: pass a text, token ids, or a list of those")
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters for {count} prompts: give one for all, or one each")
+    return params
+
+
+def collect(news: queue.SimpleQueue[Update | HybridKVError], count: int, progress: bool) -> dict[str, Result]:
+    """Wait for all results; tell how far things are."""
+    results: dict[str, Result] = {}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    tokens = TextColumn("{task.fields[tokens]:,} tokens")
+    screen = Console(stderr=True)  # standard output is for what people ask for
+    hidden = not progress or not screen.is_terminal
+    with Progress(*columns, tokens, console=screen, disable=hidden, transient=True) as bar:
+        task, num_tokens = bar.add_task("Generating", total=count, tokens=0), 0
+        while len(results) < count:
+            update = news.get()
+            if isinstance(update, HybridKVError):
+                raise update
+            num_tokens += len(update.token_ids)
+            if update.result is not None:
+                results[update.request_id] = update.result
+            bar.update(task, completed=len(results), tokens=num_tokens)
+    return results

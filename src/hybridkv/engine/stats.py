@@ -1,0 +1,76 @@
+"""What an engine has done and what it holds, in one record: for metrics and for curious people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hybridkv.cache import Cache, CacheStats
+from hybridkv.store import StoreStats
+from hybridkv.stream import StreamStats
+
+if TYPE_CHECKING:
+    from hybridkv.engine.core import EngineCore
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of the arena, by what they are used for."""
+
+    total_bytes: int
+    used_bytes: dict[str, int]
+    """By group: pages that requests hold or the cache keeps."""
+    slab_bytes: dict[str, int]
+    """By group: the slabs these pages lie in."""
+    free_bytes: int
+    """Slabs that no group has."""
+    pinned_prefixes: int
+
+    @classmethod
+    def of(cls, cache: Cache, arena_bytes: int) -> MemoryUse:
+        layout = cache.layout
+        groups = (*layout.token_groups, *layout.state_groups)
+        pages = {group.pool_name: group.page_bytes for group in groups}
+        slab_bytes = groups[0].page_bytes * groups[0].pages_per_slab
+        slabs = {name: count * slab_bytes for name, count in cache.slabs_in_use().items()}
+        used = {name: count * pages[name] for name, count in cache.pages_in_use().items()}
+        pinned = sum(lease.is_pin for lease in cache.leases)
+        return cls(arena_bytes, used, slabs, (layout.num_slabs - 1) * slab_bytes - sum(slabs.values()), pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and what is held now."""
+
+    running: int
+    waiting: int
+    steps: int
+    computed_tokens: int
+    preemptions: int
+    followed: int
+    """Samples that waited for another request to compute their prefix."""
+    seconds: dict[str, float]
+    """Where the time of steps went."""
+    cache: CacheStats
+    memory: MemoryUse
+    stream: StreamStats | None
+    """Traffic with the store; None without one."""
+    store: StoreStats | None
+
+    @classmethod
+    def of(cls, core: EngineCore) -> EngineStats:
+        counted = core.cache.stats
+        return cls(
+            running=len(core.scheduler.running),
+            waiting=len(core.scheduler.waiting),
+            steps=core.steps,
+            computed_tokens=core.computed_tokens,
+            preemptions=core.scheduler.preempted,
+            followed=core.scheduler.followed,
+            seconds=dict(core.seconds),
+            cache=replace(counted, misses=Counter(counted.misses)),
+            memory=MemoryUse.of(core.cache, core.runner.memory.plan.arena_bytes),
+            stream=core.streaming.streamer.snapshot() if core.streaming is not None else None,
+            store=core.streaming.streamer.store.stats if core.streaming is not None else None,
+        )
