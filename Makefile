@@ -8,7 +8,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-engine bench-replay clean
+.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-engine bench-replay bench-store \
+	bench-serve bench-stream serve clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -31,6 +32,9 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e .
 	touch $@
+
+serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the demo model), ARGS=more options
+	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: setup ## All tests but those inside vLLM
 	$(BIN)/pytest -n auto
@@ -63,6 +67,15 @@ bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM
 bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
 	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }
 	$(VLLM_BIN)/python benchmarks/replay_vs_vllm.py "$(TRACE)" $(ARGS)
+
+bench-store: setup ## The file store against bare reads and writes of files: ARGS=--quick for a short one
+	$(BIN)/python benchmarks/store_file.py $(ARGS)
+
+bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
+	$(BIN)/python benchmarks/stream.py $(ARGS)
+
+bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
+	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
 	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The checkpoints of the engine benchmark: stock Hugging Face models with seeded random weights.
+"""The checkpoints of the benchmarks of engine and server: stock Hugging Face models with seeded random weights.
 
 The large two keep the proportions of the real models at a size two CPU cores can run: Qwen3-Next with three linear
 layers to one of full attention and a mixture of experts, Gemma-3 with five windows of 512 tokens to one full layer. The
@@ -130,14 +130,41 @@ SHAPES = {
 }
 
 
+SERVED = Shape(
+    1024,
+    lambda: _qwen3_next(
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+    ),
+    large=False,
+)
+"""What a server is loaded with clients on."""
+
+
 def build(name: str, directory: Path, dtype: str) -> int:
+    """Write one of `SHAPES` and return its number of parameters."""
+    return build_shape(SHAPES[name], directory, dtype)
+
+
+def build_shape(shape: Shape, directory: Path, dtype: str) -> int:
     """Write one checkpoint and return its number of parameters. The weights depend on the shape and the seed alone."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = SHAPES[name].config()
+    config = shape.config()
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to(getattr(torch, dtype))
