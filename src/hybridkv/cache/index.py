@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.cache.arena import NULL_PAGE, Pages, Slab, make_pages
 from hybridkv.cache.policy import Kind, Rating
-from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
+from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 if TYPE_CHECKING:
     from hybridkv.cache.lease import Lease
@@ -29,7 +29,7 @@ class State:
 
     __slots__ = ("pages", "refs")
 
-    def __init__(self, pages: list[int]) -> None:
+    def __init__(self, pages: tuple[int, ...]) -> None:
         self.pages = pages
         self.refs = 1
 
@@ -174,6 +174,14 @@ class Node:
             node = node.parent
         return node
 
+    def key_before(self, block: int) -> bytes:
+        """The name of the last block on this path before `block`, or what all names begin with."""
+        if not block:
+            *_, root = self.path()
+            return root.keys[0]
+        node = self.at_block(block - 1)
+        return node.keys[block - 1 - node.start]
+
     def checkpoint_at(self, position: int, tail_tokens: bytes = b"") -> Checkpoint | None:
         index = bisect_left(self.checkpoints, position, key=_position)
         while index < len(self.checkpoints) and self.checkpoints[index].position == position:
@@ -262,13 +270,13 @@ class Index:
         assert 0 < num_blocks < node.num_blocks
         cut = num_blocks * self.block_bytes
         head = Node(
-            node.parent, node.start, node.tokens[:cut], [p if p is None else p[:num_blocks] for p in node.pages]
+            node.parent, node.start, node.tokens[:cut], [None if p is None else p[:num_blocks] for p in node.pages]
         )
         head.first, head.keys, head.dead = node.first, node.keys[:num_blocks], node.dead
         head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # now it is shared
         node.parent.children[head.first] = head
         node.parent, node.start, node.tokens = head, node.start + num_blocks, node.tokens[cut:]
-        node.pages = [p if p is None else p[num_blocks:] for p in node.pages]
+        node.pages = [None if p is None else p[num_blocks:] for p in node.pages]
         node.first, node.keys = bytes(node.tokens[: self.block_bytes]), node.keys[num_blocks:]
         head.children[node.first] = node
         boundary = (head.start + num_blocks + 1) * self.block_tokens  # a checkpoint inside the next block stays before
@@ -299,9 +307,12 @@ class Index:
         self.forget(node)
         return child
 
-    def append(self, node: Node, tokens: bytes | bytearray, pages: list[Pages | None], may_grow: bool) -> Node:
-        """New blocks after `node`: at its own end if nobody else stands there (`may_grow`), else as a child."""
-        keys = block_keys(node.keys[-1], tokens, self.block_bytes)
+    def append(self, node: Node, prompt: bytearray, end: int, pages: list[Pages | None], may_grow: bool) -> Node:
+        """Blocks of `prompt` from the end of `node` up to `end`: at its own end if nobody else stands there
+        (`may_grow`), else as a child."""
+        first, size = node.end, self.block_bytes
+        keys = block_keys(node.key_before(anchor_block(first)), prompt, first, end, size)
+        tokens = prompt[first * size : end * size]
         if may_grow and node.parent is not None and not node.children:
             node.pages = [
                 _join(old, node.num_blocks, new, len(keys)) for old, new in zip(node.pages, pages, strict=True)
@@ -309,20 +320,20 @@ class Index:
             node.tokens += tokens
             node.keys += keys
             return node
-        child = Node(node, node.end, bytearray(tokens), pages)
-        child.first, child.keys, child.dead = bytes(child.tokens[: self.block_bytes]), keys, node.dead
+        child = Node(node, first, tokens, pages)
+        child.first, child.keys, child.dead = bytes(tokens[:size]), keys, node.dead
         node.children[child.first] = child
         return child
 
     def truncate(self, node: Node, num_blocks: int) -> list[Pages | None]:
         """Cut off all after `num_blocks` of a node without children or checkpoints there; returns the lost pages."""
         assert not node.children
-        lost = [pages if pages is None else pages[num_blocks:] for pages in node.pages]
+        lost = [None if pages is None else pages[num_blocks:] for pages in node.pages]
         if num_blocks == 0:
             self.unlink(node)
             self.forget(node)
             return lost
-        node.pages = [pages if pages is None else pages[:num_blocks] for pages in node.pages]
+        node.pages = [None if pages is None else pages[:num_blocks] for pages in node.pages]
         del node.tokens[num_blocks * self.block_bytes :]
         del node.keys[num_blocks:]
         return lost

@@ -15,6 +15,7 @@ from hybridkv.errors import HybridKVError
 TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
+ANCHOR_BLOCKS = 16
 _structs: dict[int, struct.Struct] = {}
 
 
@@ -29,8 +30,10 @@ def pack_tokens(tokens: TokenIds) -> bytes:
             raise HybridKVError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
-    if count == 1 and type(tokens[0]) is int and 0 <= tokens[0] < 2**31:  # what decoding samples
-        return tokens[0].to_bytes(TOKEN_BYTES, "little")
+    if count == 1:  # what decoding samples
+        only: object = tokens[0]
+        if type(only) is int and 0 <= only < 2**31:
+            return only.to_bytes(TOKEN_BYTES, "little")
     packer = _structs.get(count)
     if packer is None:
         if len(_structs) > 4096:
@@ -56,10 +59,28 @@ def _root_key(salt: str, extra_keys: tuple[str, ...]) -> bytes:
     return digest.digest()
 
 
-def block_keys(parent: bytes, tokens: bytes | bytearray, block_bytes: int) -> list[bytes]:
-    """The chained SHA-256 names of whole blocks that follow a block named `parent`."""
-    keys, key, data = [], parent, bytes(tokens)
-    for start in range(0, len(data), block_bytes):
-        key = sha256(key + data[start : start + block_bytes]).digest()
-        keys.append(key)
+def block_keys(anchor: bytes, tokens: bytes | bytearray, first: int, last: int, block_bytes: int) -> list[bytes]:
+    """The names of blocks [first, last) of a prompt: SHA-256 over the root key and all tokens up to a block's end.
+
+    Chained, but not block by block: every `ANCHOR_BLOCKS`-th name stands for all before it, and those up to the next
+    are made from it (`anchor`: the one before `anchor_block(first)`) and the tokens since, in one run of the hash.
+    """
+    keys: list[bytes] = []
+    start = anchor_block(first)
+    while start < last:
+        end = min(start + ANCHOR_BLOCKS, last)
+        digest = sha256(anchor)
+        if start < first:
+            digest.update(tokens[start * block_bytes : first * block_bytes])
+        position = max(start, first) * block_bytes
+        while position < end * block_bytes:
+            digest.update(tokens[position : position + block_bytes])
+            keys.append(digest.digest())
+            position += block_bytes
+        anchor, start = keys[-1], end
     return keys
+
+
+def anchor_block(block: int) -> int:
+    """The first block after the name that the name of `block` is made from."""
+    return block // ANCHOR_BLOCKS * ANCHOR_BLOCKS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hybridkv.cache.tokens import TOKEN_BYTES, block_keys
+from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 
 class BlockKeys:
-    """Chained names: each covers all tokens before its block's end, the salt and other keys of the request.
+    """Each covers all tokens before its block's end, the salt and other keys of the request.
 
     May be asked on several threads.
     """
@@ -25,6 +25,6 @@ class BlockKeys:
         with self._lock:
             known = len(self._keys)
             if known < num_blocks:
-                new = tokens[known * self._block_bytes : num_blocks * self._block_bytes]
-                self._keys += block_keys(self._keys[-1] if known else self._root_key, new, self._block_bytes)
+                anchor = self._keys[start - 1] if (start := anchor_block(known)) else self._root_key
+                self._keys += block_keys(anchor, tokens, known, num_blocks, self._block_bytes)
             return self._keys[:num_blocks]

@@ -1,0 +1,50 @@
+"""Block names: what they cover, and that they are the same wherever their computation begins."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.cache.tokens import ANCHOR_BLOCKS, anchor_block, block_keys, pack_tokens, root_key
+
+BLOCK = 4 * 16
+ROOT = root_key("tenant")
+PROMPT = bytearray(pack_tokens(list(range(16 * 70))))
+
+
+def names(last: int, prompt: bytearray = PROMPT, root: bytes = ROOT) -> list[bytes]:
+    return block_keys(root, prompt, 0, last, BLOCK)
+
+
+def test_a_name_is_a_digest_of_the_anchor_before_it_and_all_tokens_since() -> None:
+    found = names(40)
+    assert found[0] == sha256(ROOT + PROMPT[:BLOCK]).digest()
+    assert found[ANCHOR_BLOCKS - 1] == sha256(ROOT + PROMPT[: ANCHOR_BLOCKS * BLOCK]).digest()
+    since = PROMPT[ANCHOR_BLOCKS * BLOCK : (ANCHOR_BLOCKS + 3) * BLOCK]
+    assert found[ANCHOR_BLOCKS + 2] == sha256(found[ANCHOR_BLOCKS - 1] + since).digest()
+
+
+@given(st.lists(st.integers(0, 70), max_size=6))
+def test_names_are_the_same_in_pieces(cuts: list[int]) -> None:
+    found: list[bytes] = []
+    for last in sorted({*cuts, 70}):
+        first = len(found)
+        anchor = found[start - 1] if (start := anchor_block(first)) else ROOT
+        found += block_keys(anchor, PROMPT, first, last, BLOCK)
+    assert found == names(70)
+
+
+@given(st.integers(0, len(PROMPT) - 1))
+def test_a_changed_byte_changes_all_names_from_its_block_on(position: int) -> None:
+    changed = bytearray(PROMPT)
+    changed[position] ^= 1
+    block, before, after = position // BLOCK, names(70), names(70, changed)
+    assert before[:block] == after[:block]
+    assert set(before[block:]).isdisjoint(after[block:])
+
+
+def test_roots_share_no_names() -> None:
+    assert set(names(40)).isdisjoint(names(40, root=root_key("other")))
+    assert len(set(names(70))) == 70
