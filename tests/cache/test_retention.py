@@ -97,19 +97,22 @@ def test_value_is_chance_times_tokens_a_byte() -> None:
     assert value(policy, superseded, 50) < value(policy, end_of(0), 50)
 
 
-class Recorder(PredictedReuse):
+class Recorder:
+    """Has a policy rather than being one: where the core is compiled, its classes have no interpreted subclasses."""
+
     def __init__(self) -> None:
-        super().__init__()
+        self.policy = PredictedReuse()
+        self.rate, self.value = self.policy.rate, self.policy.value
         self.reused: list[tuple[Numbers, int]] = []
         self.kept: Counter[Numbers] = Counter()
 
     def learn_kept(self, group: Numbers, count: int) -> None:
         self.kept[group] += count
-        super().learn_kept(group, count)
+        self.policy.learn_kept(group, count)
 
     def learn_reused(self, group: Numbers, age: int) -> None:
         self.reused.append((group, age))
-        super().learn_reused(group, age)
+        self.policy.learn_reused(group, age)
 
 
 # --- in the cache -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""The cache core: arena, index, leases and policies. Pure Python, no torch."""
+"""The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled when it is installed."""
 
+from hybridkv.cache import cache
 from hybridkv.cache.arena import NULL_PAGE, CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.cache import Cache, CacheError, Pin
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
@@ -9,8 +10,12 @@ from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.room import could_fit, extend_some, longest_fit
 from hybridkv.cache.stats import CacheStats, Event
 
+IS_COMPILED = not str(cache.__file__).endswith(".py")
+"""Whether this is the core that HYBRIDKV_COMPILE=1 builds."""
+
 __all__ = [
     "DEFAULT_POLICY",
+    "IS_COMPILED",
     "NULL_PAGE",
     "POLICIES",
     "Cache",

@@ -11,8 +11,9 @@ step. A page that an unacknowledged operation reads or writes is not reused, eve
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -22,8 +23,8 @@ Pages: TypeAlias = "array[int]"
 """Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
 
 
-def make_pages(numbers: Iterable[int] = ()) -> Pages:
-    return array("i", numbers)
+def make_pages(numbers: Iterable[int] | None = None) -> Pages:
+    return array("i") if numbers is None else array("i", numbers)
 
 
 def as_numbers(pages: Pages) -> npt.NDArray[np.intc]:
@@ -36,20 +37,8 @@ NULL_PAGE = 0
 blocks a group has no page for: out of the window, or never tapped."""
 
 
-def _runs_by_slab(pages: Pages, per_slab: int) -> Iterator[tuple[int, Pages]]:
-    """The pages of each slab, by its number. Many pages are sorted best with numpy."""
-    if len(pages) <= 4 or per_slab == 1:
-        for page in pages:
-            yield page // per_slab, make_pages((page,))
-        return
-    numbers = np.sort(as_numbers(pages))
-    slabs = numbers // per_slab
-    cuts = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
-    runs, start = make_pages(), 0
-    runs.frombytes(numbers.tobytes())
-    for end in (*cuts.tolist(), len(runs)):
-        yield runs[start] // per_slab, runs[start:end]
-        start = end
+_MANY_PAGES = 256
+"""Below that a loop is done before numpy has begun."""
 
 
 class CopyPage(NamedTuple):
@@ -171,16 +160,26 @@ class Pool:
 
     def add_holds(self, pages: Pages) -> None:
         """One hold more on each of these pages, which are all different."""
-        as_numbers(self.holds)[as_numbers(pages)] += 1
+        holds = self.holds
+        if len(pages) > _MANY_PAGES:
+            as_numbers(holds)[as_numbers(pages)] += 1
+            return
+        for page in pages:
+            holds[page] += 1
 
     def drop_holds(self, pages: Pages) -> Pages:
         """One hold less; returns the pages that nobody holds any more."""
-        if len(pages) == 1:  # a window that moves on by a block
-            (page,) = pages
-            if not self.holds[page]:
-                return pages
-            self.holds[page] -= 1
-            return make_pages()
+        if len(pages) > _MANY_PAGES:
+            return self._drop_many_holds(pages)
+        holds, freed = self.holds, make_pages()
+        for page in pages:
+            if holds[page]:
+                holds[page] -= 1
+            else:
+                freed.append(page)
+        return pages if len(freed) == len(pages) else freed
+
+    def _drop_many_holds(self, pages: Pages) -> Pages:
         numbers, holds = as_numbers(pages), as_numbers(self.holds)
         left = holds[numbers]
         if not left.any():
@@ -282,12 +281,15 @@ class Arena:
         return bool(pools)
 
     def _file(self, pool: Pool) -> None:
-        pages, pool.returned = pool.returned, make_pages()
+        pages, per_slab, start = sorted(pool.returned), pool.pages_per_slab, 0
+        pool.returned = make_pages()
         pool.num_free += len(pages)
-        for index, run in _runs_by_slab(pages, pool.pages_per_slab):
-            slab = pool.slabs[index]
-            slab.free += run
-            if len(slab.free) < pool.pages_per_slab:
+        while start < len(pages):
+            slab = pool.slab_of(pages[start])
+            end = bisect_left(pages, (slab.index + 1) * per_slab, start)
+            slab.free.extend(pages[start:end])
+            start = end
+            if len(slab.free) < per_slab:
                 pool.file(slab)
             else:
                 self._take_slab(slab)

@@ -200,12 +200,13 @@ class Keeper:
             self.drop_state(group, state)
 
     def state_slabs(self, states: Sequence[State | None]) -> set[Slab]:
-        return {
-            pool.slab_of(page)
-            for pool, state in zip(self.state_pools, states, strict=True)
-            if state is not None
-            for page in state.pages
-        }
+        slabs: set[Slab] = set()
+        for group, state in enumerate(states):
+            if state is not None:
+                pool = self.state_pools[group]
+                for page in state.pages:
+                    slabs.add(pool.slab_of(page))
+        return slabs
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -447,4 +448,4 @@ def _relocate_states(states: Sequence[State | None], groups: Sequence[int], move
     for group in groups:
         state = states[group]
         if state is not None:
-            state.pages = [moved.get(page, page) for page in state.pages]
+            state.pages = tuple(moved.get(page, page) for page in state.pages)

@@ -218,7 +218,7 @@ class Leasing:
         twin.leaf.refs += 1
         twin.wanted, twin.keeps = dict(lease.wanted), list(lease.keeps)
         twin.turn, twin.continued_from = lease.turn, lease.continued_from
-        twin.tables = [table if table is None else table[:end] for table in lease.tables]
+        twin.tables = [None if table is None else table[:end] for table in lease.tables]
         self._name_tables(twin)
         for group in keeper.local:
             keeper.hold_local(twin.leaf, group, twin.local_first[group], end)

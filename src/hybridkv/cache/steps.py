@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.arena import NULL_PAGE, make_pages
-from hybridkv.cache.held import Needs
 from hybridkv.cache.index import Checkpoint, Node, State, common_blocks, null_pages
 from hybridkv.cache.lease import InFlight, Kept, Lease, NoRoom, Segment
 from hybridkv.cache.leasing import Leasing
@@ -48,27 +47,23 @@ class Steps:
     ) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
         keeper = self.keeper
-        fresh = self.fresh_states(lease, may_cut)
-
-        def needs(num_kept: int) -> Needs:
-            return self.leasing.needs(lease, num_blocks, fresh, num_kept, unseen)
-
-        inside = [position for position in kept if position < end] if self.state_groups else []
+        fresh, needs = self.fresh_states(lease, may_cut), self.leasing.needs
+        num_inside = sum(position < end for position in kept) if self.state_groups else 0
         most = _EVICTIONS_FOR_CHECKPOINTS
-        if inside and keeper.make_room(needs(len(inside)), most) is None:
+        if num_inside and keeper.make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:
             return kept
-        while (no_room := keeper.make_room(needs(0))) is not None:
+        while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
             before, fresh = fresh, self.fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
                 return no_room
-        if not inside:
+        if not num_inside:
             return kept
-        keeper.make_room(needs(len(inside)), most)
-        num_fit = len(inside)
-        while not keeper.arena.fits(needs(num_fit)):
+        keeper.make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most)
+        num_fit = num_inside
+        while not keeper.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
             num_fit -= 1
-        keeper.stats.checkpoints_skipped += len(inside) - num_fit
-        return kept[len(inside) - num_fit :]  # the last ones: most is computed before them
+        keeper.stats.checkpoints_skipped += num_inside - num_fit
+        return kept[num_inside - num_fit :]  # the last ones: most is computed before them
 
     def add_blocks(self, lease: Lease, num_blocks: int, unseen: Sequence[int] = ()) -> None:
         keeper = self.keeper
@@ -132,21 +127,22 @@ class Steps:
         segments = {}
         for group, state in zip(self.state_groups, lease.states, strict=True):
             assert state is not None
-            pages = tuple(state.pages)
-            segments[group.name] = [Segment(start, end, pages, pages)]
+            segments[group.name] = [Segment(start, end, state.pages, state.pages)]
         return segments
 
     def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
         """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
         state = lease.states[group]
-        keeper, pages = self.keeper, self.state_groups[group].pages_per_state
+        keeper, size = self.keeper, self.state_groups[group].pages_per_state
         chain: list[State | None] = [state] if fresh else [state, state]
-        while len(chain) <= length:
-            chain.append(State(list(keeper.arena.take(keeper.state_pools[group], pages, lease.slabs))))
+        count = size * (length + 1 - len(chain))
+        pages = tuple(keeper.arena.take(keeper.state_pools[group], count, lease.slabs)) if count else ()
+        for first in range(0, count, size):
+            chain.append(State(pages[first : first + size]))
         return chain
 
     def _state_pages(self, group: int, state: State | None) -> tuple[int, ...]:
-        return (NULL_PAGE,) * self.state_groups[group].pages_per_state if state is None else tuple(state.pages)
+        return (NULL_PAGE,) * self.state_groups[group].pages_per_state if state is None else state.pages
 
     # --- taking it back -----------------------------------------------------------------------------------------------
 
@@ -266,9 +262,8 @@ class Steps:
             leaf = self._move_to(lease, child)
         if leaf.end < end:
             first = leaf.end
-            tokens = lease.tokens[first * self.block_bytes : end * self.block_bytes]
-            pages = [table if table is None else table[first:end] for table in lease.tables]
-            node = index.append(leaf, tokens, pages, may_grow=leaf.refs == 1)
+            pages = [None if table is None else table[first:end] for table in lease.tables]
+            node = index.append(leaf, lease.tokens, end, pages, may_grow=leaf.refs == 1)
             node.hold_slabs(lease.slabs)
             keeper.stats.blocks_published += end - first
             keeper.history.recall(lease, node.keys[first - end :])
