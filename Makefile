@@ -7,8 +7,9 @@ VLLM_BIN := .venv-vllm/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
+CORE := .compiled
 
-.PHONY: help setup setup-vllm test test-vllm fuzz lint format bench bench-core bench-engine bench-replay bench-store \
+.PHONY: help setup setup-vllm setup-compiled test test-vllm test-compiled fuzz lint format bench bench-core bench-engine bench-replay bench-store \
 	bench-serve bench-stream serve clean
 
 help: ## Show the targets
@@ -33,6 +34,13 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e .
 	touch $@
 
+setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C
+
+.compiled/.ready: pyproject.toml build_hook.py Makefile $(wildcard src/hybridkv/cache/*.py) | .venv/.ready
+	rm -rf .compiled
+	HYBRIDKV_COMPILE=1 $(BIN)/python $(PIP_INSTALL) --no-deps --target .compiled .
+	touch $@
+
 serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the demo model), ARGS=more options
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
@@ -41,6 +49,10 @@ test: setup ## All tests but those inside vLLM
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm
+
+test-compiled: setup-compiled ## The tests of the cache core, compiled
+	cd .compiled && $(CURDIR)/$(BIN)/python -c 'from hybridkv.cache import IS_COMPILED; assert IS_COMPILED'
+	PYTHONPATH=.compiled $(BIN)/pytest -n auto tests/cache tests/replay
 
 # 2,500 caches of 400 verbs each: a million operations, with all checks after each. Some 15 minutes on two cores.
 fuzz: setup ## A million random operations on the cache core
@@ -58,8 +70,8 @@ format: setup ## Format the code
 bench: setup ## Benchmarks that need nothing else; each prints one JSON line last
 	$(BIN)/python benchmarks/plan.py
 
-bench-core: setup-vllm ## The cache core against vLLM's KVCacheManager
-	$(VLLM_BIN)/python benchmarks/cache_core.py
+bench-core: setup-vllm setup-compiled ## The cache core against vLLM's KVCacheManager: CORE=.compiled (or src: not compiled)
+	PYTHONPATH=$(CORE) $(VLLM_BIN)/python benchmarks/cache_core.py $(ARGS)
 
 bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM, on CPU: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/engine_cpu.py $(ARGS)
@@ -74,8 +86,15 @@ bench-store: setup ## The file store against bare reads and writes of files: ARG
 bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
 	$(BIN)/python benchmarks/stream.py $(ARGS)
 
-bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
+bench-setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C
+
+.compiled/.ready: pyproject.toml build_hook.py Makefile $(wildcard src/hybridkv/cache/*.py) | .venv/.ready
+	rm -rf .compiled
+	HYBRIDKV_COMPILE=1 $(BIN)/python $(PIP_INSTALL) --no-deps --target .compiled .
+	touch $@
+
+serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ whole life of a request but its decode steps, which are timed apart:
     vLLM      Request() with its block hasher, get_computed_blocks, allocate_slots and its drains, free
     hybridkv  begin (token conversion, match), extend, commit (hash, publish, checkpoints), release
 
-Run it in vLLM's environment: make bench-core.
+Run it in vLLM's environment: make bench-core, with our core compiled; make bench-core CORE=src, as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from hybridkv.cache import Cache, CacheGroup, CacheLayout, Lease, NoRoom, Role
+from hybridkv.cache import IS_COMPILED, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Role
 
 BLOCK = 16
 STATE_BLOCK = 544  # what one uniform page makes of Qwen3-Next with bf16 states
@@ -314,6 +314,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "cache_core",
+                "compiled": IS_COMPILED,
                 "ratios": {name: result["ratio"] for name, result in results.items()},
                 "decode_ratios": {name: result["decode_ratio"] for name, result in results.items()},
                 "large_block_ratios": {name: result["ratio"] for name, result in large_block.items()},
