@@ -79,9 +79,12 @@ class EvictionQueue:
 
     def offer(self, item: Item) -> Rating:
         """File an item by its present facts."""
+        rating, before = self.policy.rate(self._facts(item)), item.rating
+        if before is not None and before.lane == rating.lane:  # it is there; its lane sees by itself when it was used
+            item.rating = rating
+            return rating
         self.withdraw(item)
-        rating = item.rating = self.policy.rate(self._facts(item))
-        item.ticket = self._next_ticket
+        item.rating, item.ticket = rating, self._next_ticket
         self._next_ticket += 1
         lane = self._lanes.get(rating.lane)
         if lane is None:
