@@ -108,9 +108,36 @@ def test_patience_with_long_replies_ends(checkpoint: str) -> None:
         text = stream_while_stopping(server, key="k3y", n=64, max_tokens=480)
         code, log = server.end()
     assert code == 0
-    assert "the server is stopping" in text.rstrip().splitlines()[-1]
-    assert "path=/v1/completions status=200 outcome=failed" in log
+    error, done = [line for line in text.splitlines() if line][-2:]
+    assert "the server is stopping" in error
+    assert done == "data: [DONE]"
+    assert "info    stopping: a second Ctrl-C waits for nobody requests=1 drain_s=1" in log
+    assert "path=/v1/completions status=200 outcome=stopped" in log
     assert "Traceback" not in log
+
+
+def test_a_second_interrupt_waits_for_nobody(checkpoint: str) -> None:
+    with started(checkpoint, *SMALL, "--drain-s", "60") as server:
+        sent = {"prompt": "The user asks", "stream": True, "ignore_eos": True, "n": 64, "max_tokens": 480}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.stderr is not None
+            said = server.process.stderr.readline()
+            server.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        code, log = server.end()
+    assert (code, last) == (0, "data: [DONE]")
+    assert "stopping: a second Ctrl-C" in said
+    assert "outcome=stopped" in log
+    assert "Traceback" not in log
+
+
+def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None:
+    with started(checkpoint, *SMALL, "--drain-s", "0") as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == (0, "")
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:

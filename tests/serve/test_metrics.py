@@ -39,7 +39,7 @@ def test_requests_and_replies_are_counted_by_how_they_ended(fresh_server: Served
     fresh_server.http.get("/v1/models")
     found = fresh_server.metrics()
     requests = {name.split("|")[1]: n for name, n in found.items() if name.startswith("hybridkv_requests_total|")}
-    assert requests == {"completed": 3, "refused": 2, "busy": 0, "disconnected": 0, "failed": 0}
+    assert requests == {"completed": 3, "refused": 2, "busy": 0, "disconnected": 0, "stopped": 0, "failed": 0}
     assert (found["hybridkv_replies_total|length"], found["hybridkv_replies_total|stop"]) == (4, 1)
     assert found["hybridkv_reply_tokens_sum"] == 2 * 3 + 2 * 4 + 1
     assert found["hybridkv_prompt_tokens_sum"] == 20 + 20 + 9 + 20

@@ -60,6 +60,8 @@ def answer_failures(app: FastAPI) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, HybridKVError)
+        if isinstance(error, StoppingError):
+            request.state.outcome = "stopped"
         return failure(status_of(error), str(error), error.param if isinstance(error, RequestError) else None)
 
     async def invalid(request: Request, error: Exception) -> Response:
