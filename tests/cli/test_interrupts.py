@@ -60,7 +60,7 @@ def test_little_is_imported_before_that() -> None:
 @pytest.mark.parametrize(("args", "exit_code"), [(["--version"], 0), (["nonsense"], 2)])
 def test_the_process_ends_without_taking_modules_apart(args: list[str], exit_code: int) -> None:
     """What was registered for its end happens, with the right exit code."""
-    last = "class Last:\n    def __del__(self): print('apart')\nlast = Last()\n"
+    last = "class Last:\n    def __del__(self): print('apart')\nsys.modules['last'] = Last()\n"
     code = AT_IMPORT.format(module="typer", action="atexit.register(print, 'the end')") + last + MAIN
     done = python(code, *args)
     assert done.returncode == exit_code

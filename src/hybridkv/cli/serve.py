@@ -21,6 +21,7 @@ from hybridkv.cli.engine_options import (
     StreamOption,
     TrustOption,
 )
+from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
 from hybridkv.errors import HybridKVError
 from hybridkv.units import format_bytes, parse_size
@@ -133,7 +134,8 @@ def _demo() -> Path:
 def _serve() -> Any:
     """The server's package, or what to do to have it."""
     try:
-        from hybridkv import serve
+        with QuietImports():
+            from hybridkv import serve
     except ModuleNotFoundError as error:
         known = {"fastapi", "pydantic", "prometheus_client", "starlette", "torch", "transformers", "uvicorn"}
         if error.name not in known:
