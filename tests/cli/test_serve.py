@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from hybridkv.cli.main import run
+from hybridkv.demo import NOISE_NOTE
 from tests.engine.checkpoints import save_checkpoint
 
 PATIENCE_S = 60.0
@@ -132,6 +133,13 @@ def test_a_second_interrupt_waits_for_nobody(checkpoint: str) -> None:
     assert "stopping: a second Ctrl-C" in said
     assert "outcome=stopped" in log
     assert "Traceback" not in log
+
+
+def test_without_a_model_it_says_what_it_serves(tmp_path: Path) -> None:
+    with started("--memory", "32MiB", "--device", "cpu", "--port", "0", HYBRIDKV_HOME=str(tmp_path)) as server:
+        assert any(line.startswith("demo-v1 on cpu") for line in server.told)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == (0, f"hybridkv: {NOISE_NOTE}\n")
 
 
 def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None:

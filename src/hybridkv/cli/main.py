@@ -74,7 +74,8 @@ def run(args: list[str]) -> int:
         return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "hybridkv"
-        return _complain(f"{error.format_message()} (see '{command} --help')")
+        message = error.format_message()  # empty: a group without a command has shown its help
+        return _complain(f"{message} (see '{command} --help')") if message else 2
     return code if isinstance(code, int) else 0
 
 

@@ -23,6 +23,7 @@ from hybridkv.cli.engine_options import (
 )
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
+from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
 from hybridkv.errors import HybridKVError
 from hybridkv.units import format_bytes, parse_size
 
@@ -39,7 +40,7 @@ def serve_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A directory a transformers model was saved to. Without one: a small hybrid model that is built "
             "here. It is not trained; it is there to try things out.",
         ),
@@ -51,7 +52,9 @@ def serve_command(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."),
+        typer.Option(
+            metavar="KEY", help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."
+        ),
     ] = None,
     memory: MemoryOption = "2GiB",
     dtype: DtypeOption = "auto",
@@ -82,7 +85,7 @@ def serve_command(
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
     server = serve.Server(host, port)
-    checkpoint = model if model is not None else str(_demo())
+    checkpoint = model if model is not None else _demo()
     options = EngineOptions(
         checkpoint, memory, dtype, device, trust_remote_code, store, stream, max_length, max_running, compile
     )
@@ -125,10 +128,9 @@ def _curl(url: str, model_name: str, needs_key: bool) -> str:
     return f"curl {url}/v1/chat/completions{header} {content}"
 
 
-def _demo() -> Path:
-    from hybridkv.demo import build_demo_model, demo_directory
-
-    return build_demo_model(demo_directory())
+def _demo() -> str:
+    typer.echo(f"hybridkv: {NOISE_NOTE}", err=True)
+    return str(build_demo_model(demo_directory()))
 
 
 def _serve() -> Any:
