@@ -85,6 +85,15 @@ class Client:
         self._socket.close()
 
 
+def error_of(response: httpx.Response, status: int) -> Any:
+    """The error, which has all fields that OpenAI's have."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
+
+
 def eventually(holds: Callable[[], bool]) -> bool:
     """Whether something comes true before patience ends."""
     end = time.monotonic() + PATIENCE_S
