@@ -84,6 +84,7 @@ def serve_command(
     _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, drain_s=drain_s)
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
+    serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
     checkpoint = model if model is not None else _demo()
     options = EngineOptions(
@@ -91,7 +92,6 @@ def serve_command(
     )
     model_name = name or Path(checkpoint).resolve().name
     with options.start() as engine:
-        serve.set_up_logs(log_format, log_level)
         app = serve.make_app(
             engine,
             serve.ServeOptions(model_name, api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting),
@@ -129,7 +129,7 @@ def _curl(url: str, model_name: str, needs_key: bool) -> str:
 
 
 def _demo() -> str:
-    typer.echo(f"hybridkv: {NOISE_NOTE}", err=True)
+    typer.echo(f"hybridkv: {NOISE_NOTE}")  # where the banner goes: logs stay logs
     return str(build_demo_model(demo_directory()))
 
 
