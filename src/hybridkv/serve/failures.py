@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from hybridkv.engine import EngineError
@@ -79,6 +80,8 @@ def answer_failures(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ClientDisconnect):  # in the middle of its body
+            return await gone(request, error)
         answer = failure(error.status_code, _http_message(request, error))
         answer.headers.update(error.headers or {})
         return answer
