@@ -155,6 +155,13 @@ def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None
         assert server.end() == (0, "")
 
 
+def test_an_empty_key_from_the_environment_opens_no_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_API_KEY", "")
+    assert "an API key that is empty" in complaint(capsys, "no model is needed for this")
+
+
 def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
     assert run(["serve", *args]) == 2

@@ -147,7 +147,8 @@ def _serve() -> Any:
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:
-    keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    """An empty one is refused from the environment too: what was meant to be closed must not be open."""
+    keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or key != key.strip():
             raise HybridKVError("an API key that is empty or has other than printable ASCII: it could not be sent")
