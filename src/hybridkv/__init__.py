@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing is slow to import, and commands import this before they can be interrupted quietly
 if TYPE_CHECKING:
+    from typing import Any
+
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams, Update
 
-__version__ = version("hybridkv")
+__version__: str
 __all__ = ["Engine", "Prompt", "Result", "SamplingParams", "Update", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine's names are looked up when they are used: planning and replaying need no torch."""
+    """Names are looked up when they are used: planning and replaying need no torch, and most need no version."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hybridkv")
     try:
         from hybridkv import engine
     except ModuleNotFoundError as error:

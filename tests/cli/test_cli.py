@@ -154,6 +154,24 @@ def test_nonsense_gets_one_line_and_exit_code_2(
     assert words in captured.err
 
 
+@pytest.mark.parametrize("command", ["plan", "models", "replay", "generate", "chat", "serve", "demo", "store"])
+def test_help_fits_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "[[" not in shown
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["store"]) == 2
+    captured = capsys.readouterr()
+    assert "Usage: hybridkv store" in captured.out
+    assert captured.err == ""
+
+
 @pytest.mark.parametrize("args", [["--help"], ["plan", "--help"], ["models", "-h"], []])
 def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(args) == 0

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from hybridkv.cli.main import run
+from hybridkv.demo import NOISE_NOTE
 from tests.engine.checkpoints import save_checkpoint
 
 PATIENCE_S = 60.0
@@ -29,6 +30,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("served") / "it's tiny"
     save_checkpoint("qwen3_next", directory)
     return str(directory)
+
+
+@pytest.fixture(autouse=True)
+def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process leave its logs alone."""
+    monkeypatch.setattr("hybridkv.serve.set_up_logs", lambda log_format, level: None)
 
 
 class Process:
@@ -108,9 +115,51 @@ def test_patience_with_long_replies_ends(checkpoint: str) -> None:
         text = stream_while_stopping(server, key="k3y", n=64, max_tokens=480)
         code, log = server.end()
     assert code == 0
-    assert "the server is stopping" in text.rstrip().splitlines()[-1]
-    assert "path=/v1/completions status=200 outcome=failed" in log
+    error, done = [line for line in text.splitlines() if line][-2:]
+    assert "the server is stopping" in error
+    assert done == "data: [DONE]"
+    assert "info    stopping: a second Ctrl-C waits for nobody requests=1 drain_s=1" in log
+    assert "path=/v1/completions status=200 outcome=stopped" in log
     assert "Traceback" not in log
+
+
+def test_a_second_interrupt_waits_for_nobody(checkpoint: str) -> None:
+    with started(checkpoint, *SMALL, "--drain-s", "60") as server:
+        sent = {"prompt": "The user asks", "stream": True, "ignore_eos": True, "n": 64, "max_tokens": 480}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.stderr is not None
+            said = server.process.stderr.readline()
+            server.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        code, log = server.end()
+    assert (code, last) == (0, "data: [DONE]")
+    assert "stopping: a second Ctrl-C" in said
+    assert "outcome=stopped" in log
+    assert "Traceback" not in log
+
+
+def test_without_a_model_it_says_what_it_serves(tmp_path: Path) -> None:
+    with started("--memory", "32MiB", "--device", "cpu", "--port", "0", HYBRIDKV_HOME=str(tmp_path)) as server:
+        assert server.told[0] == f"hybridkv: {NOISE_NOTE}"
+        assert any(line.startswith("demo-v1 on cpu") for line in server.told)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == (0, "")
+
+
+def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None:
+    with started(checkpoint, *SMALL, "--drain-s", "0") as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == (0, "")
+
+
+def test_an_empty_key_from_the_environment_opens_no_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_API_KEY", "")
+    assert "an API key that is empty" in complaint(capsys, "no model is needed for this")
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:

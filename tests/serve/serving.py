@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from hybridkv.serve import ServeOptions, Server, make_app
 
 MODEL = "tiny"
 PATIENCE_S = 20.0
+LONG = 400
 
 
 class Served:
@@ -43,10 +46,10 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Engine, model_name: str = MODEL, **options: Any) -> Iterator[Served]:
+def serving(engine: Engine, model_name: str = MODEL, *, drain_s: int = 5, **options: Any) -> Iterator[Served]:
     server, ready = Server("127.0.0.1", 0), threading.Event()
     app = make_app(engine, ServeOptions(model_name, **options))
-    thread = threading.Thread(target=lambda: server.run(app, drain_s=5, on_ready=ready.set))
+    thread = threading.Thread(target=lambda: server.run(app, drain_s=drain_s, on_ready=ready.set))
     thread.start()
     try:
         assert ready.wait(PATIENCE_S)
@@ -55,6 +58,40 @@ def serving(engine: Engine, model_name: str = MODEL, **options: Any) -> Iterator
         server.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+class Client:
+    """A connection that has sent a request for a long reply."""
+
+    def __init__(self, served: Served, *, path: str = "/v1/completions", **body: Any) -> None:
+        port = int(served.url.split(":")[-1])
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        sent = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True, **body}
+        content = json.dumps(sent).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        )
+        self._socket.sendall(head.encode() + b"\r\n" + content)
+
+    def read(self, size: int = 65536) -> bytes:
+        return self._socket.recv(size)
+
+    def read_all(self) -> bytes:
+        """Until the server hangs up."""
+        with self._socket:
+            return b"".join(iter(self.read, b""))
+
+    def vanish(self) -> None:
+        self._socket.close()
+
+
+def error_of(response: httpx.Response, status: int) -> Any:
+    """The error, which has all fields that OpenAI's have."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
 
 
 def eventually(holds: Callable[[], bool]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +41,7 @@ def test_requests_and_replies_are_counted_by_how_they_ended(fresh_server: Served
     fresh_server.http.get("/v1/models")
     found = fresh_server.metrics()
     requests = {name.split("|")[1]: n for name, n in found.items() if name.startswith("hybridkv_requests_total|")}
-    assert requests == {"completed": 3, "refused": 2, "busy": 0, "disconnected": 0, "failed": 0}
+    assert requests == {"completed": 3, "refused": 2, "busy": 0, "disconnected": 0, "stopped": 0, "failed": 0}
     assert (found["hybridkv_replies_total|length"], found["hybridkv_replies_total|stop"]) == (4, 1)
     assert found["hybridkv_reply_tokens_sum"] == 2 * 3 + 2 * 4 + 1
     assert found["hybridkv_prompt_tokens_sum"] == 20 + 20 + 9 + 20
@@ -101,3 +103,37 @@ def test_a_request_is_a_line_of_facts(served: Served, caplog: pytest.LogCaptureF
     line = _TextFormatter().format(second)
     assert 'path="/no\\nwhere"' in line
     assert "status=404 outcome=refused" in line
+
+
+EVERYTHING = """
+import logging, threading, warnings
+from hybridkv.serve import set_up_logs
+
+set_up_logs({log_format!r}, "info")
+logging.getLogger("hybridkv.serve").info("two\\nlines")
+logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+logging.getLogger("uvicorn.error").info("not worth a line")
+logging.getLogger("transformers.tokenization").error("too long")
+logging.getLogger("asyncio").error("never retrieved")
+warnings.warn("deprecated")
+thread = threading.Thread(target=lambda: 1 / 0, name="engine")
+thread.start()
+thread.join()
+"""
+
+
+def test_whatever_the_process_says_is_json() -> None:
+    code = EVERYTHING.format(log_format="json")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["logger"] for line in lines] == [
+        "hybridkv.serve",
+        "uvicorn.error",
+        "transformers.tokenization",
+        "asyncio",
+        "py.warnings",
+        "hybridkv",
+    ]
+    assert lines[0]["message"] == "two\nlines"
+    assert lines[-1]["message"] == "thread engine has failed"
+    assert "ZeroDivisionError" in lines[-1]["error"]

@@ -13,7 +13,7 @@ from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
 
 def demo_command(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIRECTORY]", help="Where it goes. Default: the user's cache.")
+        Path | None, typer.Argument(metavar="DIRECTORY", help="Where it goes. Default: the user's cache.")
     ] = None,
 ) -> None:
     """Build a small hybrid model without downloads, and print its path.

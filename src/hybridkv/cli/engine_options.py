@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridkv.cli.interrupts import QuietImports
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def _engine() -> Any:
     for library in ("TRANSFORMERS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
-        from hybridkv import engine
+        with QuietImports():
+            from hybridkv import engine
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise

@@ -37,7 +37,9 @@ def generate_command(
     model: ModelArgument,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="A prompt; repeat it for several. Default: standard input."),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="A prompt; repeat it for several. Default: standard input."
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--file", "-f", help="One prompt a line, or JSON lines with 'prompt' or 'token_ids'.")
@@ -47,7 +49,9 @@ def generate_command(
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the reply; repeat it for several.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the reply; repeat it for several.")
+    ] = None,
     n: Annotated[int, typer.Option("-n", help="Replies to each prompt.")] = 1,
     memory: MemoryOption = "2GiB",
     dtype: DtypeOption = "auto",

@@ -1,4 +1,4 @@
-"""Entry point: commands, and the one place where errors become an exit code."""
+"""The commands, and the one place where errors become an exit code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, cast
 
 import typer
 
-from hybridkv import __version__
 from hybridkv.cli.chat import chat_command
 from hybridkv.cli.demo import demo_command
 from hybridkv.cli.generate import generate_command
+from hybridkv.cli.interrupts import INTERRUPTED
 from hybridkv.cli.models import models_command
 from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
@@ -42,6 +42,8 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from hybridkv import __version__
+
         typer.echo(f"hybridkv {__version__}")
         raise typer.Exit
 
@@ -55,11 +57,6 @@ def _options(
     """Options before any command."""
 
 
-def main() -> None:
-    """Run the command line; bad input ends in one line on stderr and exit code 2."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(args: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
@@ -67,8 +64,8 @@ def run(args: list[str]) -> int:
         sys.stdout.flush()
     except HybridKVError as error:
         return _complain(str(error))
-    except typer.Abort:
-        return 130
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone: no error, and nobody to tell
         _discard_output()
         return 0
@@ -77,7 +74,8 @@ def run(args: list[str]) -> int:
         return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "hybridkv"
-        return _complain(f"{error.format_message()} (see '{command} --help')")
+        message = error.format_message()  # empty: a group without a command has shown its help
+        return _complain(f"{message} (see '{command} --help')") if message else 2
     return code if isinstance(code, int) else 0
 
 

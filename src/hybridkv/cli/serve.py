@@ -21,7 +21,9 @@ from hybridkv.cli.engine_options import (
     StreamOption,
     TrustOption,
 )
+from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
+from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
 from hybridkv.errors import HybridKVError
 from hybridkv.units import format_bytes, parse_size
 
@@ -38,7 +40,7 @@ def serve_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A directory a transformers model was saved to. Without one: a small hybrid model that is built "
             "here. It is not trained; it is there to try things out.",
         ),
@@ -50,7 +52,9 @@ def serve_command(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."),
+        typer.Option(
+            metavar="KEY", help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."
+        ),
     ] = None,
     memory: MemoryOption = "2GiB",
     dtype: DtypeOption = "auto",
@@ -80,14 +84,14 @@ def serve_command(
     _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, drain_s=drain_s)
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
+    serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
-    checkpoint = model if model is not None else str(_demo())
+    checkpoint = model if model is not None else _demo()
     options = EngineOptions(
         checkpoint, memory, dtype, device, trust_remote_code, store, stream, max_length, max_running, compile
     )
     model_name = name or Path(checkpoint).resolve().name
     with options.start() as engine:
-        serve.set_up_logs(log_format, log_level)
         app = serve.make_app(
             engine,
             serve.ServeOptions(model_name, api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting),
@@ -124,16 +128,16 @@ def _curl(url: str, model_name: str, needs_key: bool) -> str:
     return f"curl {url}/v1/chat/completions{header} {content}"
 
 
-def _demo() -> Path:
-    from hybridkv.demo import build_demo_model, demo_directory
-
-    return build_demo_model(demo_directory())
+def _demo() -> str:
+    typer.echo(f"hybridkv: {NOISE_NOTE}")  # where the banner goes: logs stay logs
+    return str(build_demo_model(demo_directory()))
 
 
 def _serve() -> Any:
     """The server's package, or what to do to have it."""
     try:
-        from hybridkv import serve
+        with QuietImports():
+            from hybridkv import serve
     except ModuleNotFoundError as error:
         known = {"fastapi", "pydantic", "prometheus_client", "starlette", "torch", "transformers", "uvicorn"}
         if error.name not in known:
@@ -143,7 +147,8 @@ def _serve() -> Any:
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:
-    keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    """An empty one is refused from the environment too: what was meant to be closed must not be open."""
+    keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or key != key.strip():
             raise HybridKVError("an API key that is empty or has other than printable ASCII: it could not be sent")

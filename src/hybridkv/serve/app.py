@@ -41,9 +41,13 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-_EVENTS = {
-    "text/event-stream": {"schema": {"type": "string", "description": "With stream: events of data, then [DONE]."}}
+_EVENT = {
+    "type": "object",
+    "description": "One event of a stream: data is a piece of the reply as JSON, an error, or at the end [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
 }
+_EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _PLAIN = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -102,14 +106,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeText | TokenizeChat) -> TokenizeReply:
         """A text's tokens, or those of messages."""
-        prompt = await service.tokenized(request, body.render)
+        service.check_model(body.model)
+        prompt = await service.tokenized(request, body.render, body.source)
         tokens = list(prompt.token_ids)
         return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_length)
 
     @app.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeReply:
         """The text of tokens."""
-        return DetokenizeReply(prompt=await service.tokenized(request, lambda engine: engine.detokenize(body.tokens)))
+        service.check_model(body.model)
+        text = await service.tokenized(request, lambda engine: engine.detokenize(body.tokens), "tokens")
+        return DetokenizeReply(prompt=text)
 
 
 def _add_care(app: FastAPI, service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from math import isnan
@@ -12,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from hybridkv.engine import EngineError
@@ -21,6 +23,7 @@ from hybridkv.serve.jobs import ClientGone, StoppingError, TooBusyError
 from hybridkv.serve.requests import EITHER
 
 CLIENT_GONE = 499
+_SUBJECT = re.compile("^(Input|List|String|Dictionary)(?= should)")
 RETRY_AFTER_S = 1
 _MAX_CHARS = 1000
 """Of a message: it may quote what a client sent."""
@@ -31,17 +34,21 @@ class UnknownModelError(RequestError):
     """A model that is not served here."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> str:
+class TooLongError(RequestError):
+    """A prompt that leaves no room for a reply."""
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> str:
     """As JSON of plain ASCII: a message may quote whatever a client sent, even what is no text."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     shown = message if len(message) <= _MAX_CHARS else message[:_MAX_CHARS] + "..."
-    code = HTTPStatus(status).name.lower()
+    code = code or HTTPStatus(status).name.lower()
     return json.dumps({"error": {"message": shown, "type": kind, "param": param, "code": code}})
 
 
-def failure(status: int, message: str, param: str | None = None) -> Response:
+def failure(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}.get(status)
-    return Response(error_body(status, message, param), status, headers, media_type="application/json")
+    return Response(error_body(status, message, param, code), status, headers, media_type="application/json")
 
 
 def status_of(error: HybridKVError) -> int:
@@ -60,7 +67,11 @@ def answer_failures(app: FastAPI) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, HybridKVError)
-        return failure(status_of(error), str(error), error.param if isinstance(error, RequestError) else None)
+        if isinstance(error, StoppingError):
+            request.state.outcome = "stopped"
+        param = error.param if isinstance(error, RequestError) else None
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None  # which some clients act on
+        return failure(status_of(error), str(error), param, code)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -69,6 +80,8 @@ def answer_failures(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ClientDisconnect):  # in the middle of its body
+            return await gone(request, error)
         answer = failure(error.status_code, _http_message(request, error))
         answer.headers.update(error.headers or {})
         return answer
@@ -127,7 +140,7 @@ def _reason(error: Mapping[str, Any]) -> str:
     elif isinstance(value, float) and isnan(value):
         wanted = "it should be a number"
     else:
-        wanted = error["msg"].replace("Input should", "it should")
+        wanted = _SUBJECT.sub("it", error["msg"]).partition(" after validation")[0]
     return f"{name} is {_SHORT.repr(value)}: {wanted}"
 
 

@@ -6,6 +6,7 @@ does not tell it (a stream's status is sent before anyone knows how it ends).
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -18,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.serve.failures import CLIENT_GONE, failure
+from hybridkv.serve.jobs import StoppingError
 from hybridkv.units import format_bytes
 
 LOG = logging.getLogger("hybridkv.serve")
@@ -37,6 +39,7 @@ class _Visit:
         self.id = _clean_id(Headers(scope=scope).get("x-request-id"))
         self.path: str = scope["path"]
         self.state: dict[str, Any] = scope.setdefault("state", {})
+        self.is_begun = False
         self.is_answered = False
         self._method: str = scope["method"]
         self._status = CLIENT_GONE
@@ -55,6 +58,7 @@ class _Visit:
     async def tell(self, message: Message) -> None:
         """Send a part of the answer."""
         if message["type"] == "http.response.start":
+            self.is_begun = True
             self._status = message["status"]
             MutableHeaders(scope=message)["x-request-id"] = self.id
         else:
@@ -95,6 +99,11 @@ class Front:
                 await refused(scope, receive, visit.tell)
             else:
                 await self._app(scope, self._limited(headers, receive), visit.tell)
+        except asyncio.CancelledError:  # such as in the middle of a body that comes slowly
+            visit.state["outcome"] = "stopped"
+            if visit.is_begun:
+                raise
+            await failure(503, str(StoppingError()))(scope, receive, visit.tell)
         except BaseException as error:
             visit.state["outcome"] = "failed"
             if not visit.is_answered or not isinstance(error, Exception):

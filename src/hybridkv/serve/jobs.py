@@ -21,6 +21,9 @@ class TooBusyError(HybridKVError):
 class StoppingError(HybridKVError):
     """The server stops, and cannot wait any longer."""
 
+    def __init__(self) -> None:
+        super().__init__("the server is stopping, before the reply was complete: send the request again")
+
 
 class ClientGone(Exception):  # noqa: N818 - no error of ours
     """Nobody is there to be answered."""
@@ -113,7 +116,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return await working
     except asyncio.CancelledError:
-        raise StoppingError("the server is stopping, before the reply was complete: send the request again") from None
+        raise StoppingError from None
     finally:
         for task in (working, watching):
             task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from typing import Any
 
@@ -31,15 +32,25 @@ class _TextFormatter(logging.Formatter):
 
 
 def set_up_logs(log_format: str, level: str) -> None:
-    """Our logs and uvicorn's, in one format."""
+    """Of this process: whatever it logs or warns of, and what ends its threads, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
-    for name in ("hybridkv", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
-    logging.getLogger("uvicorn.error").setLevel("INFO" if level == "debug" else "WARNING")
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel("ERROR" if level == "error" else "WARNING")
+    logging.getLogger("hybridkv").setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel("INFO" if level == "debug" else root.level)
+    theirs = logging.getLogger("transformers")  # has a handler of its own
+    theirs.handlers.clear()
+    theirs.propagate = True
+    logging.captureWarnings(True)
+    threading.excepthook = _log_failed_thread
+
+
+def _log_failed_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None:
+        name = failed.thread.name if failed.thread is not None else "unknown"
+        logging.getLogger("hybridkv").error("thread %s has failed", name, exc_info=failed.exc_value)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-OUTCOMES = ("completed", "refused", "busy", "disconnected", "failed")
+OUTCOMES = ("completed", "refused", "busy", "disconnected", "stopped", "failed")
 _CACHE_COUNTERS = {
     "checkpoints_kept": "Checkpoints that were kept",
     "checkpoints_hit": "Requests that resumed from a checkpoint",

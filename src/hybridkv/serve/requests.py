@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hybridkv.engine import Engine, Prompt, SamplingParams
 from hybridkv.engine.batches import as_list
 from hybridkv.engine.params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from hybridkv.errors import RequestError
-from hybridkv.serve.unsupported import check_extras, check_template_options
+from hybridkv.serve.messages import ChatPrompt
+from hybridkv.serve.unsupported import check_extras
 
 MAX_PROMPTS = 128
-MAX_MESSAGES = 4096
 MAX_BREAKPOINTS = 64
 COMPLETION_TOKENS = 16
 """Of `/v1/completions` where a request does not say, as OpenAI has it."""
@@ -24,7 +24,6 @@ EITHER = {
     "content": "pass a text, or a list of parts of type text",
 }
 """What fields take that may be of several types: otherwise each type that was tried has a complaint of its own."""
-_NEED_CONTENT = frozenset(("developer", "system", "user"))
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -46,7 +45,7 @@ class Asked(NamedTuple):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = None
 
@@ -91,9 +90,12 @@ class _SampledRequest(BaseModel):
 
     def refuse_unsupported(self) -> None:
         check_extras(self.model_extra or {})
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is None:
+            return
+        if not self.stream:
             message = "stream_options without stream: they are for streams; set stream, or leave them out"
             raise RequestError(message, "stream_options")
+        check_extras(self.stream_options.model_extra or {}, "stream_options.")
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {
@@ -125,6 +127,8 @@ class _SampledRequest(BaseModel):
 class CompletionRequest(_SampledRequest):
     """Of `/v1/completions`."""
 
+    source: ClassVar[str] = "prompt"
+    """The field that prompts are made of."""
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -151,56 +155,7 @@ class CompletionRequest(_SampledRequest):
         return Asked(prompts, [text if isinstance(text, str) else engine.detokenize(p.token_ids) for text, p in pairs])
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(BaseModel):
-    """Further fields go to the chat template as they are."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str = Field(min_length=1, max_length=64)
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role in _NEED_CONTENT:
-            raise ValueError(f"a message of role {self.role!r} has no content: give it a text")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        return {**(self.model_extra or {}), "role": self.role, "content": self._text()}
-
-    def _text(self) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text":
-                raise RequestError(f"a part of type {part.type!r} in a message: only text is served", "messages")
-        return "".join(part.text or "" for part in self.content)
-
-
-class _ChatPrompt(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template knows.")
-
-    def render(self, engine: Engine) -> Prompt:
-        check_template_options(self.chat_template_kwargs or {})
-        return engine.render_chat(
-            [message.for_template() for message in self.messages],
-            add_generation_prompt=self.add_generation_prompt,
-            template_options=self.chat_template_kwargs,
-        )
-
-
-class ChatRequest(_SampledRequest, _ChatPrompt):
+class ChatRequest(_SampledRequest, ChatPrompt):
     """Of `/v1/chat/completions`."""
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="The older name of max_completion_tokens.")
@@ -223,16 +178,25 @@ class ChatRequest(_SampledRequest, _ChatPrompt):
 class TokenizeText(BaseModel):
     """Of `/tokenize`, for a text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
+    source: ClassVar[str] = "prompt"
+    model: str | None = None
     prompt: str
 
     def render(self, engine: Engine) -> Prompt:
+        check_extras(self.model_extra or {})
         return engine.prepare(self.prompt)
 
 
-class TokenizeChat(_ChatPrompt):
+class TokenizeChat(ChatPrompt):
     """Of `/tokenize`, for messages as the chat template writes them."""
+
+    model: str | None = None
+
+    def render(self, engine: Engine) -> Prompt:
+        check_extras(self.model_extra or {})
+        return super().render(engine)
 
 
 class DetokenizeRequest(BaseModel):
@@ -240,6 +204,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
+    model: str | None = None
     tokens: TokenIds
 
 
@@ -247,7 +212,7 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     if biases is None:
         return None
     for token in biases:
-        if not token.isascii() or not token.isdigit() or len(token) > 10:
+        if not token.isascii() or not token.isdigit() or len(token) > 10 or token != str(int(token)):
             message = f'logit_bias of {token[:80]!r}: name tokens by their ids, such as "42"'
             raise RequestError(message, "logit_bias")
     return {int(token): value for token, value in biases.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -12,7 +14,11 @@ from starlette.types import ASGIApp
 
 from hybridkv.errors import HybridKVError
 
+LOG = logging.getLogger("hybridkv.serve")
 _BACKLOG = 2048
+_LAST_WORDS_S = 1.0
+"""For those that are cut short to tell their clients so."""
+_POLL_S = 0.02
 
 
 class Server:
@@ -49,19 +55,13 @@ class Server:
         Signals reach the main thread only: elsewhere, `stop` it.
         """
         config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=drain_s,
-            lifespan="on",
+            app, log_config=None, access_log=False, server_header=False, backlog=_BACKLOG, lifespan="on"
         )
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 # uvicorn raises the signal once more when it has shut down: that must not keep the engine from closing.
                 signal.signal(number, lambda *_: None)
-        _Stoppable(config, self._stopped, on_ready).run(sockets=[self._socket])
+        _Stoppable(config, self._stopped, drain_s, on_ready).run(sockets=[self._socket])
 
     def stop(self) -> None:
         """From any thread; `run` returns soon."""
@@ -69,11 +69,18 @@ class Server:
 
 
 class _Stoppable(uvicorn.Server):
-    """Tells when requests are taken, and can be told to stop."""
+    """Tells when requests are taken, can be told to stop, and ends what is left then in its own way.
 
-    def __init__(self, config: uvicorn.Config, stopped: threading.Event, on_ready: Callable[[], None]) -> None:
+    uvicorn's own shutdown ends the loop while those that it cancelled are still telling their clients, and on a second
+    Ctrl-C waits on all the same, from Python 3.12 on.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, stopped: threading.Event, drain_s: int, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._stopped = stopped
+        self._drain_s = drain_s
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,3 +89,33 @@ class _Stoppable(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         return self._stopped.is_set() or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests finish, cancel those that take too long, hang up on clients that do not read."""
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        if state.tasks:
+            facts = {"requests": len(state.tasks), "drain_s": self._drain_s}
+            LOG.info("stopping: a second Ctrl-C waits for nobody", extra={"facts": facts})
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._until(lambda: self.force_exit or self._is_empty, self._drain_s)
+        for task in list(state.tasks):
+            task.cancel()
+        await self._until(lambda: self._is_empty, _LAST_WORDS_S)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._until(lambda: self._is_empty, _LAST_WORDS_S)
+        await self.lifespan.shutdown()
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self.server_state.tasks and not self.server_state.connections
+
+    async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait until something holds, but not longer than this."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        while not holds() and clock() < end:
+            await asyncio.sleep(_POLL_S)

@@ -11,9 +11,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.serve.dialects import ChatDialect, CompletionDialect, Dialect, TokenTexts
-from hybridkv.serve.failures import UnknownModelError, error_body, status_of
+from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
 from hybridkv.serve.jobs import Gate, Job, while_connected
 from hybridkv.serve.metrics import Metrics
 from hybridkv.serve.replies import ModelCard
@@ -55,10 +55,15 @@ class Service:
         if path in (COMPLETIONS, CHAT):
             self.metrics.ended(outcome)
 
-    async def tokenized(self, request: Request, work: Callable[[Engine], T]) -> T:
-        """What `work` makes of the engine's tokenizer, while the client is there."""
+    async def tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
+        """What `work` makes of the engine's tokenizer, while the client is there. `field`: that it is about."""
         size = len(await request.body())
-        return await while_connected(request.receive, self._tokenizing.run(work, size))
+        try:
+            return await while_connected(request.receive, self._tokenizing.run(work, size))
+        except RequestError as error:
+            if error.param is not None:
+                raise
+            raise RequestError(str(error), field) from error
 
     async def answer(self, request: Request, body: AnyRequest) -> Response:
         """A reply, or a stream that has yet to begin."""
@@ -66,9 +71,9 @@ class Service:
         params = body.params()
         ticket = self.gate.enter()
         try:
-            asked = await self.tokenized(request, body.prepare)
+            asked = await self.tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
-                self._check(prompt, params)
+                self._check(prompt, params, body.source)
             job = Job(asked.prompts, params, body.cache_salt or "", ticket)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
             dialect = speak(
@@ -83,8 +88,11 @@ class Service:
         self._note(request, results)
         return Response(dialect.whole(results).model_dump_json(), media_type="application/json")
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        self.engine.check_length(len(prompt.token_ids))  # without a look at the tokens: there may be millions
+    def _check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
+        try:
+            self.engine.check_length(len(prompt.token_ids))  # without a look at the tokens: there may be millions
+        except RequestError as error:
+            raise TooLongError(str(error), field) from error
         self.engine.check(prompt, params)
 
     async def _events(self, request: Request, job: Job, dialect: Dialect, wants_usage: bool) -> AsyncGenerator[str]:

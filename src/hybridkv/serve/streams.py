@@ -31,8 +31,9 @@ class EventStream(Response):
             try:
                 await while_connected(receive, self._send_all(send))
             except StoppingError as error:
-                scope["state"]["outcome"] = "failed"
-                await _send_event(send, error_body(status_of(error), str(error)))
+                scope["state"]["outcome"] = "stopped"
+                for event in (error_body(status_of(error), str(error)), DONE):
+                    await _send_event(send, event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGone, OSError):
             scope["state"]["outcome"] = "disconnected"

@@ -11,8 +11,11 @@ from hybridkv.errors import RequestError
 
 _FREE_TEXT = "replies are free text"
 _NO_TOOLS = "tools are not called here"
+_OTHER_SAMPLING = "use temperature, top_p, top_k and min_p"
 _ALL_TOKENS = "tokens are chosen from all; use logit_bias"
 _TEMPLATE = "pass what the chat template knows as chat_template_kwargs"
+_NO_CHAT = "it is for /v1/chat/completions"
+_NO_PROMPT = "it is for /v1/completions"
 _UNSUPPORTED = {
     "add_special_tokens": "send token ids to decide on every token yourself",
     "allowed_token_ids": _ALL_TOKENS,
@@ -20,65 +23,92 @@ _UNSUPPORTED = {
     "bad_words": _ALL_TOKENS,
     "best_of": "use n, and choose among the replies yourself",
     "chat_template": "the model's own is used",
+    "continuous_usage_stats": "use include_usage",
     "continue_final_message": "a chat ends with a message that is complete",
     "documents": _TEMPLATE,
+    "ebnf": _FREE_TEXT,
+    "echo": _NO_PROMPT,
+    "enable_thinking": _TEMPLATE,
     "function_call": _NO_TOOLS,
     "functions": _NO_TOOLS,
+    "grammar": _FREE_TEXT,
     "guided_choice": _FREE_TEXT,
     "guided_grammar": _FREE_TEXT,
     "guided_json": _FREE_TEXT,
     "guided_regex": _FREE_TEXT,
+    "input": "send messages to /v1/chat/completions, or a prompt to /v1/completions",
+    "json_schema": _FREE_TEXT,
     "length_penalty": "there is no beam search",
     "logits_processors": "use logit_bias",
+    "max_completion_tokens": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "messages": _NO_CHAT,
+    "mirostat": _OTHER_SAMPLING,
     "modalities": "only text is served",
+    "num_beams": "there is no beam search",
     "prediction": "predicted outputs are not supported",
+    "prompt": _NO_PROMPT,
     "prompt_embeds": "send text or token ids",
     "prompt_logprobs": "only tokens that are generated have log probabilities",
     "reasoning_effort": _TEMPLATE,
+    "regex": _FREE_TEXT,
     "response_format": _FREE_TEXT,
+    "return_tokens_as_token_ids": "use return_token_ids",
     "skip_special_tokens": "special tokens are left out of texts; return_token_ids shows them",
     "structured_outputs": _FREE_TEXT,
     "suffix": "only what follows a prompt can be generated",
+    "thinking": _TEMPLATE,
     "tool_choice": _NO_TOOLS,
     "tools": _NO_TOOLS,
+    "top_logprobs": _NO_CHAT,
     "truncate_prompt_tokens": "shorten the prompt yourself",
+    "typical_p": _OTHER_SAMPLING,
     "use_beam_search": "use n, and choose among the replies yourself",
+    "verbosity": _TEMPLATE,
     "web_search_options": _NO_TOOLS,
 }
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "best_of": (1,),
+    "function_call": ("none",),
     "length_penalty": (1,),
+    "mirostat": (0,),
     "modalities": (["text"],),
+    "num_beams": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "suffix": ("",),
     "tool_choice": ("none",),
+    "top_logprobs": (0,),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing."""
 _ON_BY_DEFAULT = frozenset(("add_special_tokens", "skip_special_tokens"))
 """Fields of which "false" asks for something."""
 _NO_TEMPLATE_OPTIONS = frozenset(
     (
-        "chat_template", "continue_final_message", "conversation", "max_length", "padding",
-        "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
-        "tokenizer_kwargs", "truncation",
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self",
+        "tokenize", "tokenizer_kwargs", "truncation",
     )
 )  # fmt: skip
-"""What rendering itself has options for, and no template knows. One is a template: a program that need not end."""
+"""What rendering itself decides, and is not to be told. One is a template: a program that need not end."""
 
 
-def check_extras(fields: Mapping[str, object]) -> None:
-    """Of a request: refuse what would change the answer."""
+def check_extras(fields: Mapping[str, object], place: str = "") -> None:
+    """Of a request, or of an object in it: refuse what would change the answer."""
     for name, value in fields.items():
         if name in _UNSUPPORTED and _asks(name, value):
-            raise RequestError(f"{name} is not supported: {_UNSUPPORTED[name]}; leave it out", name)
+            message = f"{place}{name} is not supported: {_UNSUPPORTED[name]}; leave it out"
+            raise RequestError(message, f"{place}{name}")
 
 
 def check_template_options(options: Mapping[str, object]) -> None:
-    """Refuse what a chat template would never see."""
+    """Refuse what a chat template would never see, or see otherwise."""
     for name in options:
         if name in _NO_TEMPLATE_OPTIONS:
-            message = f"chat_template_kwargs has {name}, which no template knows: leave it out"
+            message = f"chat_template_kwargs has {name}, which is not the template's to know: leave it out"
             raise RequestError(message, "chat_template_kwargs")
 
 
@@ -86,4 +116,4 @@ def _asks(name: str, value: object) -> bool:
     """Whether a field asks for something."""
     if value is None or value in _HARMLESS.get(name, ()):
         return False
-    return name in _ON_BY_DEFAULT or value not in ([], {}, False)
+    return name in _ON_BY_DEFAULT or not (value is False or value in ([], {}))

@@ -1,0 +1,70 @@
+"""Messages of a chat, as clients send them, and the prompt that the model's template makes of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hybridkv.engine import Engine, Prompt
+from hybridkv.errors import RequestError
+from hybridkv.serve.unsupported import check_template_options
+
+MAX_MESSAGES = 4096
+_NEED_CONTENT = frozenset(("developer", "system", "user"))
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """Further fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role in _NEED_CONTENT:
+            raise ValueError(f"a message of role {self.role!r} has no content: give it a text")
+        return self
+
+    def for_template(self, number: int) -> dict[str, Any]:
+        """`number`: of the message, from 0."""
+        return {**(self.model_extra or {}), "role": self.role, "content": self._text(f"messages.{number}.content")}
+
+    def _text(self, place: str) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        texts = []
+        for number, part in enumerate(self.content):
+            name = f"{place}.{number}"
+            if part.type != "text":
+                raise RequestError(f"{name} is a part of type {part.type[:80]!r}: only text is served", name)
+            if part.text is None:
+                raise RequestError(f"{name} is a part without a text: give it one", f"{name}.text")
+            texts.append(part.text)
+        return "".join(texts)
+
+
+class ChatPrompt(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    source: ClassVar[str] = "messages"
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template knows.")
+
+    def render(self, engine: Engine) -> Prompt:
+        check_template_options(self.chat_template_kwargs or {})
+        return engine.render_chat(
+            [message.for_template(number) for number, message in enumerate(self.messages)],
+            add_generation_prompt=self.add_generation_prompt,
+            template_options=self.chat_template_kwargs,
+        )
