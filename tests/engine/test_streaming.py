@@ -133,6 +133,22 @@ def test_equal_weights_are_one_model_wherever_they_were_loaded_from(tmp_path: Pa
     assert len(namespaces(tmp_path / "store")) == 1
 
 
+def test_a_store_knows_what_people_call_the_model(tmp_path: Path) -> None:
+    """The name of the directory, of a hub's model whose snapshot it is, or of the class; never part of a key."""
+    model = fresh("llama")
+    snapshot = tmp_path / "models--Some--Llama-1B" / "snapshots" / "0123abcd"
+    for path in (tmp_path / "my-llama", snapshot):
+        model.save_pretrained(path)
+    names = []
+    for source in (tmp_path / "my-llama", f"{tmp_path}/my-llama/.", snapshot, model):
+        with Engine(source, memory="8MiB", device="cpu", store=url(tmp_path / "store")) as engine:
+            ask(engine)
+        with inspect_store(f"file://{tmp_path}/store") as store:
+            (about,) = store.descriptions().values()
+        names.append(about["model"])
+    assert names == ["my-llama", "my-llama", "Some/Llama-1B", "LlamaForCausalLM"]
+
+
 def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
     with Engine(fresh("llama"), memory="8MiB", device="cpu", store=url(tmp_path)) as engine:
         ask(engine)
