@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -147,6 +148,32 @@ def test_a_store_knows_what_people_call_the_model(tmp_path: Path) -> None:
             (about,) = store.descriptions().values()
         names.append(about["model"])
     assert names == ["my-llama", "my-llama", "Some/Llama-1B", "LlamaForCausalLM"]
+
+
+def test_a_directory_that_is_deleted_under_an_engine_comes_back(
+    tmp_path: Path, alone: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "hybridkv.store"), engine_of("llama", store=url(tmp_path / "store")) as engine:
+        assert engine.streaming is not None
+        assert ask(engine).token_ids == alone["llama"]
+        engine.streaming.streamer.drain()
+        shutil.rmtree(tmp_path / "store")
+        ask(engine, prompt(300, 2))
+        engine.streaming.streamer.drain()
+        assert not (tmp_path / "store").exists()
+        time.sleep(1.0)
+        for seed in (3, 4):  # of the first, only one object may try
+            ask(engine, prompt(300, seed))
+            engine.streaming.streamer.drain()
+        engine.check_integrity()
+        assert ask(engine).token_ids == alone["llama"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    with inspect_store(f"file://{tmp_path}/store") as store:
+        (about,) = store.descriptions().values()
+    assert about["model"] == "LlamaForCausalLM"
+    assert check_readable(tmp_path / "store")
+    with engine_of("llama", store=url(tmp_path / "store")) as engine:
+        assert ask(engine, prompt(300, 4)).cached_tokens == 288
 
 
 def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:

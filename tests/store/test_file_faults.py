@@ -151,20 +151,6 @@ def test_fault_of_a_directory_that_became_a_file(store: FileStore, tmp_path: Pat
     assert (tmp_path / "cache").read_text() == "mine"
 
 
-def test_fault_of_a_directory_that_went_is_not_made_good_in_its_place(store: FileStore, tmp_path: Path) -> None:
-    """Its disk may have gone: another must not be filled instead."""
-    writer = store.create(NAME, [4], value=1, position=0)
-    assert writer is not None
-    shutil.rmtree(tmp_path / "cache")
-    assert store.lookup([NAME]) == [False]
-    writer.write(0, [memoryview(b"1234")])
-    with pytest.raises(StoreFault, match="No such file"):
-        writer.commit()
-    with pytest.raises(StoreFault, match="No such file"):
-        save(store, NAME)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_fault_of_a_disk_that_cannot_be_read(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
