@@ -21,19 +21,43 @@ class Courier:
         self._waiting: deque[Errand] = deque()
         self._nbytes = 0
         """Of what waits and what is under way."""
+        self._reserved = 0
+        """Of what may be sent yet."""
         self._closed = False
         self._thread: Thread | None = None
 
     def offer(self, errand: Errand) -> bool:
         """False: too much waits already. One that is larger than the bound is taken when nothing else waits."""
         with self._changed:
-            return self._take(errand)
+            return self._has_room(errand.nbytes, self._nbytes) and self._add(errand)
 
-    def hand_over(self, errand: Errand) -> None:
-        """Wait until it is taken."""
+    def reserve(self, nbytes: int) -> bool:
+        """Keep room for what is sent later, or released. False: too much waits or is reserved already.
+
+        What is offered meanwhile takes no account of it: that may be all there is of an object, this never is.
+        """
         with self._changed:
-            while not self._take(errand) and not self._closed:
+            has_room = self._has_room(nbytes, self._nbytes + self._reserved)
+            self._reserved += nbytes if has_room else 0
+            return has_room
+
+    def send(self, errand: Errand) -> bool:
+        """One that room was reserved for. False: it is too late, nothing is taken any more."""
+        with self._changed:
+            self._reserved -= errand.nbytes
+            return not self._closed and self._add(errand)
+
+    def release(self, nbytes: int) -> None:
+        """What was reserved is not sent after all."""
+        with self._changed:
+            self._reserved -= nbytes
+
+    def hand_over(self, errand: Errand) -> bool:
+        """Wait until it is taken. False: nothing is taken any more."""
+        with self._changed:
+            while not self._has_room(errand.nbytes, self._nbytes) and not self._closed:
                 self._changed.wait()
+            return not self._closed and self._add(errand)
 
     def drain(self) -> None:
         """Wait until nothing waits and nothing is under way."""
@@ -50,9 +74,10 @@ class Courier:
         if self._thread is not None:
             self._thread.join()
 
-    def _take(self, errand: Errand) -> bool:
-        if self._closed or (self._nbytes and self._nbytes + errand.nbytes > self._most_bytes):
-            return False
+    def _has_room(self, nbytes: int, taken: int) -> bool:
+        return not self._closed and (not taken or taken + nbytes <= self._most_bytes)
+
+    def _add(self, errand: Errand) -> bool:
         self._nbytes += errand.nbytes
         self._waiting.append(errand)
         if self._thread is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hybridkv.store.courier import Courier, Errand
 from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.store.lift import Lift
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
@@ -59,7 +60,7 @@ class TieredStore(Store):
         with self._tally as stats:
             stats.opened += 1
         if reader.level:
-            self._raise(reader.level, name, reader.header.nbytes)
+            reader.listener = self._lift(reader)
         return reader
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
@@ -145,28 +146,25 @@ class TieredStore(Store):
             pending = [number for number in pending if not found[number]]
         return found
 
-    def _raise(self, level: int, name: ObjectName, nbytes: int) -> None:
-        """Copy an object of tier `level` to those above."""
+    def _lift(self, reader: TieredReader) -> Lift | None:
+        """Have an object of a lower tier copied to those above, as it is read."""
+        name, nbytes = reader.header.name, reader.header.nbytes
 
-        def run() -> None:
-            try:
-                with self.tiers[level].open(name) as reader:
-                    copied = copy_object(reader, self.tiers[:level])
-            except StoreError:
-                copied = False
+        def end(is_copied: bool) -> None:
             with self._lock:
                 self._rising.discard(name)
             with self._tally as stats:
-                stats.promoted += copied
+                stats.promoted += is_copied
 
         with self._lock:
             if name in self._rising:
-                return
+                return None
             self._rising.add(name)
-        if not self._courier.offer(Errand(nbytes, run)):
-            with self._lock:
-                self._rising.discard(name)
+        if not self._courier.reserve(nbytes):
+            end(False)
             self._drop()
+            return None
+        return Lift(reader.header, self.tiers[: reader.level], self._courier, end)
 
     def _sink(self, reader: Reader, level: int) -> None:
         """Copy an object that was evicted above to tier `level`."""
@@ -177,7 +175,7 @@ class TieredStore(Store):
     def _sink_now(self, reader: Reader, level: int) -> None:
         with reader:
             try:
-                copy_object(reader, [self.tiers[level]])
+                copy_object(reader, self.tiers[level])
             except StoreError:
                 self._drop()
 
@@ -199,7 +197,9 @@ class TieredStore(Store):
         except StoreError:
             self._drop()
             return
-        self._courier.hand_over(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1)))
+        if not self._courier.hand_over(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1))):
+            reader.close()
+            self._drop()
 
     def _drop(self) -> None:
         with self._tally as stats:
