@@ -176,6 +176,20 @@ def test_a_directory_that_is_deleted_under_an_engine_comes_back(
         assert ask(engine, prompt(300, 4)).cached_tokens == 288
 
 
+def test_engines_that_come_and_go_leave_no_file_and_no_thread(tmp_path: Path) -> None:
+    stores = ["memory://?size=300KiB&write=back", f"file://{tmp_path}?size=300KiB"]  # so small that both evict
+    before, counts = set(threading.enumerate()), []
+    for seed in range(4):
+        with engine_of("falcon_h1", store=stores) as engine:
+            ask(engine)
+            ask(engine, prompt(300, seed))
+            assert engine.streaming is not None
+        assert not any(thread.name.startswith("hybridkv") for thread in set(threading.enumerate()) - before)
+        counts.append(len(os.listdir("/proc/self/fd")))
+        assert seed == 0 or engine.streaming.streamer.store.stats.evicted
+    assert counts[1:] == [counts[1]] * 3
+
+
 def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
     with Engine(fresh("llama"), memory="8MiB", device="cpu", store=url(tmp_path)) as engine:
         ask(engine)

@@ -53,9 +53,10 @@ def test_a_fault_while_writing_loses_the_object(family: str, kind: Kind) -> None
     driver.close()
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
 @pytest.mark.parametrize("where", ["create", "write", "commit", "abort"])
 def test_a_fault_of_any_kind_while_writing_loses_the_object(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing waits for ever, whatever a store's client raises; and what only a bug can raise is logged."""
     store = GarbageStore(plain_store())
@@ -63,7 +64,7 @@ def test_a_fault_of_any_kind_while_writing_loses_the_object(
     create = store.create
 
     def raises(*args: Any, **options: Any) -> Any:
-        raise KeyError("injected")
+        raise error("injected")
 
     def broken(*args: Any, **options: Any) -> Any:
         writer = create(*args, **options)

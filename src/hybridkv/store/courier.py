@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Thread
 from typing import NamedTuple
 
+logger = logging.getLogger("hybridkv.store")
+
 
 class Errand(NamedTuple):
     nbytes: int
     run: Callable[[], None]
-    """Must not raise."""
+    """Should not raise: it is logged, and forgotten."""
 
 
 class Courier:
@@ -52,27 +55,33 @@ class Courier:
         with self._changed:
             self._reserved -= nbytes
 
-    def hand_over(self, errand: Errand) -> bool:
-        """Wait until it is taken. False: nothing is taken any more."""
+    def hand_over(self, errand: Errand, patience_s: float) -> bool:
+        """Wait until it is taken. False: nothing is taken any more, or nothing was done for so long."""
         with self._changed:
-            while not self._has_room(errand.nbytes, self._nbytes) and not self._closed:
-                self._changed.wait()
-            return not self._closed and self._add(errand)
+            while not self._has_room(errand.nbytes, self._nbytes):
+                if self._closed or not self._changed.wait(patience_s):
+                    return False
+            return self._add(errand)
 
-    def drain(self) -> None:
-        """Wait until nothing waits and nothing is under way."""
+    def drain(self, patience_s: float | None = None) -> bool:
+        """Wait until nothing waits and nothing is under way. False: nothing was done for so long."""
         with self._changed:
             while self._nbytes:
-                self._changed.wait()
+                if not self._changed.wait(patience_s):
+                    return False
+        return True
 
-    def close(self) -> None:
-        """After all that was taken is done."""
-        self.drain()
+    def close(self, patience_s: float) -> bool:
+        """After all that was taken is done. False: it hangs; the rest is not done any more."""
+        is_done = self.drain(patience_s)
         with self._changed:
             self._closed = True
+            if not is_done:
+                self._waiting.clear()
             self._changed.notify_all()
-        if self._thread is not None:
+        if is_done and self._thread is not None:
             self._thread.join()
+        return is_done
 
     def _has_room(self, nbytes: int, taken: int) -> bool:
         return not self._closed and (not taken or taken + nbytes <= self._most_bytes)
@@ -87,17 +96,14 @@ class Courier:
         return True
 
     def _work(self) -> None:
-        try:
-            while (errand := self._next()) is not None:
+        while (errand := self._next()) is not None:
+            try:
                 errand.run()
-                with self._changed:
-                    self._nbytes -= errand.nbytes
-                    self._changed.notify_all()
-        except BaseException:  # a bug: nobody may wait for what will not be done
+            except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
+                logger.exception("an object could not be copied between tiers")
             with self._changed:
-                self._closed, self._nbytes = True, 0
+                self._nbytes -= errand.nbytes
                 self._changed.notify_all()
-            raise
 
     def _next(self) -> Errand | None:
         with self._changed:

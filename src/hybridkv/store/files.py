@@ -181,11 +181,11 @@ class FileBlobs(Blobs):
         books.nbytes = sum(one.nbytes for one in found) + self._drafts.nbytes()
         excess = books.nbytes - goal
         if slack:
-            excess = with_slack(excess, self.size)
+            excess = with_slack(excess, self.size, is_told=self.on_evict is not None)
         count = 0
         for one in chosen(ranked(self._appraiser.candidates(found, excess), time.time()), excess):
             if self.on_evict is not None:
-                with suppress(MissingObject):
+                with suppress(MissingObject, StoreFault):
                     gone.append((one.name, self.open(one.name)))
             count += self._remove(books, one.name)
         self.evicted += count

@@ -24,6 +24,7 @@ from hybridkv.store.errors import StoreError, StoreFault
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
+_PATIENCE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -82,10 +83,15 @@ class Ledger:
             return self._read()
 
     def close(self) -> None:
-        with self._threads:
+        """Whoever hangs inside is left to itself, and so is the file."""
+        if not self._threads.acquire(timeout=_PATIENCE_S):
+            return
+        try:
             if not self._closed:
                 self._closed = True
                 os.close(self._fd)
+        finally:
+            self._threads.release()
 
     def _check_open(self) -> None:
         if self._closed:

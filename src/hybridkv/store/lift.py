@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 
 import numpy as np
@@ -57,9 +58,10 @@ class Lift:
         self._on_end(False)
 
     def _write(self) -> None:
+        is_written = False
         try:
-            is_written = write_object(self._header, self._rows.__getitem__, self._stores)
-        except StoreError:
-            is_written = False
-        self._rows.clear()
-        self._on_end(is_written)
+            with suppress(StoreError):
+                is_written = write_object(self._header, self._rows.__getitem__, self._stores)
+        finally:
+            self._rows.clear()
+            self._on_end(is_written)

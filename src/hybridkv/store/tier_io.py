@@ -32,6 +32,7 @@ class TieredReader(Reader):
         self._tally = tally
         self._lock = Lock()
         self._readers: list[Reader] = []
+        self._is_closed = False
         self.level = 0
         """The store that is read from."""
         self.listener: Listener | None = None
@@ -56,6 +57,7 @@ class TieredReader(Reader):
         if self.listener is not None:
             self.listener.close()
         with self._lock:
+            self._is_closed = True
             for reader in self._readers:
                 reader.close()
 
@@ -64,6 +66,8 @@ class TieredReader(Reader):
         with self._lock:
             if reader is not self._readers[-1]:
                 return
+            if self._is_closed:
+                raise error
             try:
                 following = self._open_from(self.level + 1)
             except StoreError:
@@ -133,6 +137,30 @@ class TieredWriter(Writer):
                 raise error
 
 
+def begin_writing(
+    stores: Sequence[Store], name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int
+) -> list[Writer]:
+    """In all stores that want it and can; raises what is wrong with one only where that leaves none."""
+    writers: list[Writer] = []
+    trouble: StoreFault | None = None
+    try:
+        for store in stores:
+            try:
+                writer = store.create(name, row_bytes, value=value, position=position)
+            except StoreFault as error:
+                trouble = error
+                continue
+            if writer is not None:
+                writers.append(writer)
+    except BaseException:
+        for writer in writers:
+            writer.abort()
+        raise
+    if trouble is not None and not writers:
+        raise trouble
+    return writers
+
+
 def copy_object(reader: Reader, store: Store) -> bool:
     """False: it is not wanted there."""
     sizes = [row.nbytes for row in reader.header.rows]
@@ -149,8 +177,7 @@ def copy_object(reader: Reader, store: Store) -> bool:
 def write_object(header: Header, row_of: Callable[[int], memoryview], stores: Sequence[Store]) -> bool:
     """Write to all that want it; each row is asked for once. False: none did."""
     sizes = [row.nbytes for row in header.rows]
-    created = (store.create(header.name, sizes, value=header.value, position=header.position) for store in stores)
-    writers = [writer for writer in created if writer is not None]
+    writers = begin_writing(stores, header.name, sizes, value=header.value, position=header.position)
     if not writers:
         return False
     with TieredWriter(writers, sum(sizes)) as writer:

@@ -152,7 +152,7 @@ class Dumper:
             return action()
         except (StoreError, OSError):  # the store's guard tells of it
             outgoing.failed = True
-        except Exception:  # no store should raise it: a bug, and nobody else would hear of it
+        except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
             outgoing.failed = True
             LOG.exception("%s could not be written", outgoing.name)
         return None
