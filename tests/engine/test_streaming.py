@@ -160,7 +160,6 @@ def test_a_directory_that_is_deleted_under_an_engine_comes_back(
         shutil.rmtree(tmp_path / "store")
         ask(engine, prompt(300, 2))
         engine.streaming.streamer.drain()
-        assert not (tmp_path / "store").exists()
         time.sleep(1.0)
         for seed in (3, 4):  # of the first, only one object may try
             ask(engine, prompt(300, seed))
