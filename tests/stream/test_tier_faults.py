@@ -7,6 +7,7 @@ fail have filled their pages with NaN.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -221,3 +222,17 @@ def test_a_fault_at_the_end_leaves_nothing_bad_below(kind: Kind, tier: str, fami
     check_same(below, filled(family, *STORED_FIVE))
     assert below.stats.nbytes == sum(one.nbytes for one in below.objects()), "a draft was left"
     assert pair.store.stats.dropped or pair.store.stats.skipped
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_that_hangs_below_keeps_no_engine_from_closing(mode: str) -> None:
+    """A load is under way: some of its rows have been read, and would move up if the others came."""
+    pair = Pair("falcon_h1", mode, plain_store(), copy_of(filled("falcon_h1", STORED)), load_timeout_s=0.1)
+    pair.below.faults.append(fault := Fault(Kind.SLOW, row=1))
+    pair.ask("a", SHARED + prompt(9, 20))
+    assert fault.struck
+    start = time.monotonic()
+    pair.driver.close(clean=False)
+    assert time.monotonic() - start < 10
+    assert pair.store.stats.promoted == 0
+    fault.release.set()
