@@ -27,6 +27,7 @@ from tests.stream.test_faults import CASES, MODES, RESUME, ROWS, SHARED, STORED,
 FAMILIES = ["llama", "gemma3", "falcon_h1"]
 """Full attention, windows, and states beside attention."""
 BRIEF = replace(GREEDY, max_tokens=2)
+WARM = prompt(40, 7)
 WRITING = [Kind.FAIL_CREATE, Kind.FAIL_WRITE, Kind.FAIL_COMMIT, Kind.LOST]
 
 
@@ -142,12 +143,17 @@ def test_a_fault_while_moving_up_costs_the_copy_and_nothing_else(kind: Kind, fam
         assert pair.store.stats.promoted == 0
         assert contents(pair.above.store) == {}
     pair.recover()
+    pair.ask("warm", WARM)  # after a rest one object may try, whoever's it is
+    pair.settle()
     pair.driver.cache.reset()
+    loaded_bytes = pair.driver.stats.loaded_bytes
     read_bytes = pair.below.stats.read_bytes
     assert pair.ask("b", SHARED + prompt(9, 21)) == RESUME
     pair.settle()
     assert pair.store.stats.promoted
-    assert pair.below.stats.read_bytes - read_bytes <= pair.driver.stats.loaded_bytes // 2, "read more than once"
+    loaded_bytes = pair.driver.stats.loaded_bytes - loaded_bytes
+    has_moved = kind is Kind.SLOW_WRITE  # it was only late
+    assert pair.below.stats.read_bytes - read_bytes == (0 if has_moved else loaded_bytes), "read more than once"
     pair.driver.cache.reset()
     pair.below.faults.append(Fault(Kind.LOST))
     assert pair.ask("c", SHARED + prompt(9, 22)) == RESUME, "not all has moved up"
@@ -163,6 +169,7 @@ def served(family: str) -> MemoryStore:
     driver = StreamDriver(model_of(family), store)
     for seed in range(20, 23):
         driver.add(str(seed), SHARED + prompt(9, seed), BRIEF)
+    driver.add("warm", WARM, BRIEF)
     driver.run()
     driver.drain()
     driver.runner.close()
