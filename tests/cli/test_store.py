@@ -14,6 +14,7 @@ from hybridkv.cli.main import run
 from hybridkv.store import FileStore
 from tests.store.samples import NAMESPACE, OTHER_NAMESPACE, load, name_of, rows_of, save
 
+WEIGHTS = "ab" * 16
 NAMES = [name_of(1), name_of(2), name_of(3, "state"), name_of(4, namespace=OTHER_NAMESPACE)]
 
 
@@ -22,7 +23,7 @@ def url(tmp_path: Path) -> str:
     with FileStore(tmp_path, 1 << 20) as store:
         for number, name in enumerate(NAMES):
             save(store, name, position=256 * number, value=1.5)
-        store.describe(NAMESPACE, {"model": "qwen3-next-80b-a3b", "kv": "bf16"})
+        store.describe(NAMESPACE, {"model": "qwen3-next-80b-a3b", "weights": WEIGHTS, "kv": "bf16"})
     return f"file://{tmp_path}"
 
 
@@ -58,6 +59,30 @@ def test_stat_shows_sizes_by_model_and_group(url: str, capsys: pytest.CaptureFix
     text = said(capsys, "stat", url)
     assert "qwen3-next-80b-a3b, bf16" in text
     assert "4 objects" in text
+
+
+def test_models_are_shown_by_name_or_else_by_digest(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {(one["namespace"], one["model"]) for one in ask(capsys, "ls", url)} == {
+        (NAMESPACE, "qwen3-next-80b-a3b"),
+        (OTHER_NAMESPACE, None),
+    }
+    assert f"qwen3-next-80b-a3b, bf16  {NAMESPACE}" in (listed := said(capsys, "ls", url))
+    assert f"{OTHER_NAMESPACE}  {OTHER_NAMESPACE}" in listed
+    text = said(capsys, "stat", url)
+    assert WEIGHTS not in text
+    assert text.count(OTHER_NAMESPACE) == 2
+    assert ask(capsys, "stat", url)["namespaces"][NAMESPACE]["about"]["weights"] == WEIGHTS
+
+
+def test_a_namespace_without_a_name_is_shown_by_its_weights(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileStore(tmp_path, 1 << 20) as store:
+        store.describe(NAMESPACE, {"model": "\x1b[2Jgone", "weights": WEIGHTS})
+    for command in ("stat", "ls"):
+        text = said(capsys, command, url)
+        assert WEIGHTS in text
+        assert "gone" not in text
 
 
 def test_ls_lists_what_is_asked_for(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -131,6 +132,61 @@ def test_equal_weights_are_one_model_wherever_they_were_loaded_from(tmp_path: Pa
         found.append(ask(engine).cached_tokens)
     assert found == [0, 288, 288, 288]
     assert len(namespaces(tmp_path / "store")) == 1
+
+
+def test_a_store_knows_what_people_call_the_model(tmp_path: Path) -> None:
+    """The name of the directory, of a hub's model whose snapshot it is, or of the class; never part of a key."""
+    model = fresh("llama")
+    snapshot = tmp_path / "models--Some--Llama-1B" / "snapshots" / "0123abcd"
+    for path in (tmp_path / "my-llama", snapshot):
+        model.save_pretrained(path)
+    names = []
+    for source in (tmp_path / "my-llama", f"{tmp_path}/my-llama/.", snapshot, model):
+        with Engine(source, memory="8MiB", device="cpu", store=url(tmp_path / "store")) as engine:
+            ask(engine)
+        with inspect_store(f"file://{tmp_path}/store") as store:
+            (about,) = store.descriptions().values()
+        names.append(about["model"])
+    assert names == ["my-llama", "my-llama", "Some/Llama-1B", "LlamaForCausalLM"]
+
+
+def test_a_directory_that_is_deleted_under_an_engine_comes_back(
+    tmp_path: Path, alone: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "hybridkv.store"), engine_of("llama", store=url(tmp_path / "store")) as engine:
+        assert engine.streaming is not None
+        assert ask(engine).token_ids == alone["llama"]
+        engine.streaming.streamer.drain()
+        shutil.rmtree(tmp_path / "store")
+        ask(engine, prompt(300, 2))
+        engine.streaming.streamer.drain()
+        time.sleep(1.0)
+        for seed in (3, 4):  # of the first, only one object may try
+            ask(engine, prompt(300, seed))
+            engine.streaming.streamer.drain()
+        engine.check_integrity()
+        assert ask(engine).token_ids == alone["llama"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    with inspect_store(f"file://{tmp_path}/store") as store:
+        (about,) = store.descriptions().values()
+    assert about["model"] == "LlamaForCausalLM"
+    assert check_readable(tmp_path / "store")
+    with engine_of("llama", store=url(tmp_path / "store")) as engine:
+        assert ask(engine, prompt(300, 4)).cached_tokens == 288
+
+
+def test_engines_that_come_and_go_leave_no_file_and_no_thread(tmp_path: Path) -> None:
+    stores = ["memory://?size=300KiB&write=back", f"file://{tmp_path}?size=300KiB"]  # so small that both evict
+    before, counts = set(threading.enumerate()), []
+    for seed in range(4):
+        with engine_of("falcon_h1", store=stores) as engine:
+            ask(engine)
+            ask(engine, prompt(300, seed))
+            assert engine.streaming is not None
+        assert not any(thread.name.startswith("hybridkv") for thread in set(threading.enumerate()) - before)
+        counts.append(len(os.listdir("/proc/self/fd")))
+        assert seed == 0 or engine.streaming.streamer.store.stats.evicted
+    assert counts[1:] == [counts[1]] * 3
 
 
 def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:

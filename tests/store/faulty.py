@@ -77,6 +77,7 @@ class FaultyBlobs(Blobs):
         self._faults = faults
         self._lock = threading.Lock()
         self.offsets: dict[ObjectName, tuple[int, ...]] = {}
+        blobs.on_evict = self._evicted
 
     def strikes(self, kind: Kind, group: str, row: int | None = None) -> Fault | None:
         """The first fault of this kind that is due, counted."""
@@ -104,6 +105,24 @@ class FaultyBlobs(Blobs):
                         raise StoreFault("injected: connection lost")
                     fault.rows_moved += moved
 
+    @property
+    def evicted(self) -> int:  # type: ignore[override]
+        return self._blobs.evicted
+
+    @property
+    def dropped(self) -> int:  # type: ignore[override]
+        return self._blobs.dropped
+
+    def wrap(self, name: ObjectName, blob: Blob) -> Blob:
+        return FaultyBlob(self, name, blob)
+
+    def _evicted(self, name: ObjectName, blob: Blob) -> None:
+        """Also what is evicted may be read badly."""
+        if self.on_evict is None:
+            blob.close()
+        else:
+            self.on_evict(name, self.wrap(name, blob))
+
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         for group in dict.fromkeys(name.group for name in names):
             self.check(Kind.FAIL_LOOKUP, group)
@@ -113,7 +132,7 @@ class FaultyBlobs(Blobs):
         self.check(Kind.FAIL_OPEN, name.group)
         if self.strikes(Kind.MISSING, name.group):
             raise MissingObject(f"{name}: injected")
-        return FaultyBlob(self, name, self._blobs.open(name))
+        return self.wrap(name, self._blobs.open(name))
 
     def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
         self.check(Kind.FAIL_CREATE, name.group)

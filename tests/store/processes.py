@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -150,6 +151,42 @@ def work_among_others(directory: Path, number: int) -> None:
         assert stats.evicted > 0
 
 
+def delete_under(directory: Path) -> None:
+    """The directory is deleted again and again while several processes work in it: they go on in the next one."""
+    workers = [fork(partial(work_on_sand, directory, number)) for number in range(3)]
+    while workers:
+        time.sleep(0.02)
+        shutil.rmtree(directory, ignore_errors=True)
+        pid, status = os.waitpid(workers[0], os.WNOHANG)
+        if pid:
+            assert status == 0, "a worker failed"
+            workers.pop(0)
+    write_some(directory, 1, 3)
+    with FileStore(directory, SIZE) as store:
+        store.collect()
+    assert check(directory) >= 3
+
+
+def work_on_sand(directory: Path, number: int) -> None:
+    source = random.Random(number)
+    faults = saved = 0
+    with FileStore(directory, SIZE) as store:
+        num_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(300):
+            name = name_of(source.randrange(40))
+            try:
+                saved += save(store, name, ROWS)
+                assert load(store, name) == rows_of(name, ROWS)
+            except StoreFault:
+                faults += 1
+            except MissingObject:
+                continue
+        assert store.stats.corrupt == 0
+        assert faults, "it was never deleted under it"
+        assert saved > 10, "it never came back"
+        assert len(os.listdir("/proc/self/fd")) <= num_files, "files are left open"
+
+
 def file_size_limit(directory: Path) -> None:
     """Files may not grow: every write fails, reading goes on."""
     with FileStore(directory, SIZE) as store:
@@ -167,6 +204,7 @@ PARTS = {
     "kill-at-call": kill_at_call,
     "kill-at-random": kill_at_random,
     "share": share,
+    "delete-under": delete_under,
     "file-size-limit": file_size_limit,
 }
 

@@ -50,5 +50,11 @@ def test_as_many_go_as_are_needed() -> None:
     assert len(chosen(ten, 25)) == 3
     assert len(chosen(ten, 1000)) == 10
     assert chosen(ten, 0) == []
-    assert with_slack(0, 6400) == with_slack(-5, 6400) == 0
-    assert with_slack(5, 6400) == 105
+    assert with_slack(0, 6400, is_told=False) == with_slack(-5, 6400, is_told=True) == 0
+    assert with_slack(5, 6400, is_told=False) == 105
+
+
+def test_values_that_overflow_together_are_ranked() -> None:
+    """Whoever wrote an object says what it is worth."""
+    found = [candidate(number, value=1.7e308) for number in range(3)]
+    assert len(ranked(found, 1000.0)) == 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -21,7 +24,7 @@ from hybridkv.store import (
 )
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
-from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
+from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 
 ONE = 8192
 NAMES = [name_of(number) for number in range(12)]
@@ -91,14 +94,12 @@ def test_what_waits_to_move_up_is_bounded() -> None:
     for name in NAMES:
         save(below, name, [4096])
     for name in NAMES:
-        with store.open(name):
-            pass
+        load(store, name)
     assert store.stats.dropped == len(NAMES) - 3
     slow.release.set()
     store.drain()
     assert store.stats.promoted == above.stats.objects == 3
-    with store.open(NAMES[-1]):
-        pass
+    load(store, NAMES[-1])
     store.drain()
     assert above.stats.objects == 4
 
@@ -113,7 +114,92 @@ def test_one_object_waits_once() -> None:
     slow.release.set()
     store.drain()
     assert (store.stats.promoted, store.stats.dropped) == (1, 0)
-    assert below.stats.opened == 5 + 1
+    assert below.stats.opened == 5
+
+
+def test_moving_up_reads_nothing_again() -> None:
+    above, below, store = pair()
+    save(below, NAMES[0])
+    assert load(store, NAMES[0]) == rows_of(NAMES[0])
+    store.drain()
+    assert load(above, NAMES[0]) == rows_of(NAMES[0])
+    assert (below.stats.opened, below.stats.read_bytes) == (1, sum(ROWS))
+    load(store, NAMES[0])
+    assert (below.stats.opened, below.stats.read_bytes) == (1, sum(ROWS))
+
+
+def test_what_is_not_read_whole_stays_below_and_takes_no_room() -> None:
+    above, below = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above), Tier(below)], most_waiting_bytes=5 * ONE)
+    save(below, NAMES[0])
+    for _ in range(5):
+        with store.open(NAMES[0]) as reader:
+            read_row(reader, 0)
+            read_row(reader, 0)
+    store.drain()
+    assert list(above.objects()) == []
+    assert (store.stats.promoted, store.stats.dropped) == (0, 0)
+    load(store, NAMES[0])
+    store.drain()
+    assert above.lookup(NAMES[:1]) == [True]
+
+
+def test_rows_read_by_several_threads_and_twice_move_up() -> None:
+    above, below, store = pair()
+    save(below, NAMES[0])
+    with store.open(NAMES[0]) as reader, ThreadPoolExecutor(4) as pool:
+        rows = [3, 1, 1, 0, 3, 2, 2]
+        assert list(pool.map(partial(read_row, reader), rows)) == [rows_of(NAMES[0])[row] for row in rows]
+    store.drain()
+    assert load(above, NAMES[0]) == rows_of(NAMES[0])
+    assert store.stats.promoted == 1
+
+
+def test_what_is_open_keeps_no_store_from_closing() -> None:
+    """Nor from taking down what has to go there."""
+    above, below = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above, Write.BACK), Tier(below)], most_waiting_bytes=1)
+    save(below, NAMES[0])
+    save(above, NAMES[1])
+    saved: list[bool] = []
+    below.close = lambda: saved.extend(below.lookup(NAMES[:2]))  # type: ignore[method-assign]
+    reader = store.open(NAMES[0])
+    store.drain()
+    thread = Thread(target=store.close, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert saved == [True, True]
+    assert read_row(reader, 0) == rows_of(NAMES[0])[0]
+    for row in (1, 2, 3):
+        read_row(reader, row)
+    reader.close()
+    assert store.stats.promoted == 0
+
+
+def test_what_is_being_read_loses_nothing_of_what_goes_down() -> None:
+    above, below = MemoryStore(4 * ONE), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above, Write.BACK), Tier(below)], most_waiting_bytes=3 * ONE)
+    save(below, NAMES[0], [4096 * 5])
+    with store.open(NAMES[0]):
+        for name in NAMES[1:]:
+            assert save(store, name, [4096])
+            store.drain()
+    assert store.lookup(NAMES) == [True] * len(NAMES)
+    assert store.stats.dropped == 0
+
+
+def test_no_memory_for_a_copy_is_no_trouble_for_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    above, below, store = pair()
+    save(below, NAMES[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridkv.store.lift.gather", full)
+        assert load(store, NAMES[0]) == rows_of(NAMES[0])
+    store.drain()
+    assert list(above.objects()) == []
 
 
 def test_back_keeps_new_objects_above_until_they_are_evicted() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridkv.errors import HybridKVError
 from hybridkv.store import Guarded, TieredStore, inspect_store, open_store
+from hybridkv.store.urls import parse_url
 from tests.store.samples import load, name_of, rows_of, save
 
 
@@ -55,6 +59,14 @@ def test_paths_may_have_odd_letters(tmp_path: Path) -> None:
         ("memory://?size=1MiB&write=back", "tier below"),
         ("file://cache?size=1MiB", "file:///path"),
         ("file:///?size=1MiB", "directory"),
+        ("file:////?size=1MiB", "names no directory"),
+        ("file:///.?size=1MiB", "names no directory"),
+        ("file:///x/../..?size=1MiB", "names no directory"),
+        ("file:///tmp/%00?size=1MiB", "zero byte"),
+        ("file:///tmp/x\n?size=1MiB", "%0A"),
+        ("file:///tmp/x?size=0", "a file store of 0 bytes"),
+        ("file:///tmp/x?size=-1", "not a size"),
+        ("file:///tmp/x?size=99999999PiB", "more than any machine has"),
         ("file:///tmp/x?size=1MiB&direct=maybe", "auto, on, off"),
         ("file:///tmp/x?size=1MiB&sync=maybe", "yes, no"),
         ("file:///proc/x?size=1MiB", "no store can be made at /proc/x: No such file or directory; name a directory"),
@@ -65,6 +77,22 @@ def test_bad_urls_say_the_way_out(url: str, said: str) -> None:
     with pytest.raises(HybridKVError) as caught:
         open_store([url])
     assert said in str(caught.value)
+
+
+@given(st.text(max_size=40), st.sampled_from(["", "file://", "file:///", "memory://?", "file:///x?size=1&"]))
+def test_any_text_is_a_url_or_refused(text: str, start: str) -> None:
+    with suppress(HybridKVError):
+        parse_url(start + text)
+
+
+def test_one_directory_is_not_two_tiers(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for other in ("a", "b/../a", "link"):
+        with pytest.raises(HybridKVError, match="a directory twice"):
+            open_store([f"file://{tmp_path}/a?size=1MiB", f"file://{tmp_path}/{other}?size=2MiB"])
+    assert not (tmp_path / "a").exists()
+    with open_store(["memory://?size=1MiB", "memory://?size=2MiB"]):
+        pass
 
 
 def test_no_url_is_an_error() -> None:

@@ -31,10 +31,8 @@ class GarbageStore(FaultyStore):
 
 
 class GarbageBlobs(FaultyBlobs):
-    def open(self, name: ObjectName) -> Blob:
-        blob = super().open(name)
-        assert isinstance(blob, FaultyBlob)
-        return GarbageBlob(self, name, blob)
+    def wrap(self, name: ObjectName, blob: Blob) -> Blob:
+        return GarbageBlob(self, name, FaultyBlob(self, name, blob))
 
 
 class GarbageBlob(Blob):

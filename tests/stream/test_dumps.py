@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import replace
@@ -53,9 +54,10 @@ def test_a_fault_while_writing_loses_the_object(family: str, kind: Kind) -> None
     driver.close()
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
 @pytest.mark.parametrize("where", ["create", "write", "commit", "abort"])
 def test_a_fault_of_any_kind_while_writing_loses_the_object(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing waits for ever, whatever a store's client raises; and what only a bug can raise is logged."""
     store = GarbageStore(plain_store())
@@ -63,7 +65,7 @@ def test_a_fault_of_any_kind_while_writing_loses_the_object(
     create = store.create
 
     def raises(*args: Any, **options: Any) -> Any:
-        raise KeyError("injected")
+        raise error("injected")
 
     def broken(*args: Any, **options: Any) -> Any:
         writer = create(*args, **options)
@@ -257,6 +259,25 @@ def test_close_writes_what_is_on_its_way() -> None:
     driver.close(clean=False)
     check_same(kept, filled("llama", STORED))
     assert len(contents(kept)) == driver.stats.dumped == 3
+
+
+def test_close_leaves_no_draft_of_a_step_that_never_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug has ended the engine in the middle of it."""
+
+    def bug() -> None:
+        raise KeyError("a bug")
+
+    driver = StreamDriver(model_of("falcon_h1"), FileStore(tmp_path, 1 << 30))
+    monkeypatch.setattr(driver.streaming, "end_step", bug)
+    driver.add("a", prompt(90, 1), BRIEF)
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyError):
+        driver.run()
+    driver.close(clean=False)
+    assert driver.stats.dumps_discarded
+    assert driver.stats.dump_bytes_waiting == 0
+    assert os.listdir(tmp_path / "hybridkv-v1" / "drafts") == []
+    assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
 def test_close_leaves_a_write_that_hangs_to_itself() -> None:

@@ -20,6 +20,7 @@ from hybridkv.stream.workers import Workers
 from tests.engine.drive import GREEDY, check_greedy, memory_for
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind
+from tests.store.samples import save
 from tests.stream.drive import StreamDriver, filled, model_of
 from tests.stream.faults import GarbageStore, check_same, copy_of
 
@@ -228,6 +229,28 @@ def test_what_a_fault_has_spoiled_is_stored_again(family: str, mode: str) -> Non
     again.run()
     assert again.results["b"].cached_tokens == RESUME
     again.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_object_of_other_rows_goes(family: str, mode: str) -> None:
+    """It is whole, and not what its name says: as long as it stays, nobody could write the right one."""
+    below = copy_of(filled(family, STORED))
+    driver = StreamDriver(model_of(family), below, mode)
+    bad = names_at(driver, RESUME)[0]
+    below.delete([bad])
+    assert save(below, bad, [64, 64])
+    driver.add("a", SHARED + prompt(9, 20), replace(GREEDY, max_tokens=2))
+    driver.run()
+    check_greedy(driver, "a")
+    assert driver.stats.failures == {"corrupt": 1}
+    driver.drain()
+    driver.cache.reset()
+    driver.add("b", SHARED + prompt(9, 21), replace(GREEDY, max_tokens=2))
+    driver.run()
+    assert driver.results["b"].cached_tokens == (64 if driver.streamer.catalogue.is_plain else RESUME)
+    assert driver.stats.failures == {"corrupt": 1}
+    driver.close()
 
 
 @pytest.mark.parametrize("family", MIXED)

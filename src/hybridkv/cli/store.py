@@ -58,11 +58,12 @@ def ls_command(
     before = time.time() - (_duration(older_than) if older_than else 0)
     with inspect_store(url) as store:
         found = [one for one in store.objects(namespace, group, headers=True) if one.used_at <= before]
+        about = store.descriptions()
     found.sort(key=lambda one: (-one.used_at, one.name))
     if as_json:
-        write(json.dumps([_object_record(one) for one in found[:limit]], indent=2))
+        write(json.dumps([_object_record(one, about) for one in found[:limit]], indent=2))
     else:
-        console().print(listing_tables(found, limit or _TABLE_LINES))
+        console().print(listing_tables(found, about, limit or _TABLE_LINES))
 
 
 @store_app.command("verify")
@@ -156,8 +157,9 @@ def _stat_record(url: str, stored: list[Stored], about: dict[str, dict[str, str]
     return {"url": url, "objects": len(stored), "nbytes": sum(one.nbytes for one in stored), "namespaces": spaces}
 
 
-def _object_record(one: Stored) -> dict[str, object]:
-    record = {"namespace": one.name.namespace, "group": one.name.group, "key": one.name.key}
+def _object_record(one: Stored, about: dict[str, dict[str, str]]) -> dict[str, object]:
+    model = about.get(one.name.namespace, {}).get("model")
+    record = {"model": model, "namespace": one.name.namespace, "group": one.name.group, "key": one.name.key}
     return {**record, "nbytes": one.nbytes, "used_at": one.used_at, "value": one.value, "position": one.position}
 
 

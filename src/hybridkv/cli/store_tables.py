@@ -13,6 +13,8 @@ from rich.text import Text
 from hybridkv.store import Stored
 from hybridkv.units import format_bytes
 
+_SHOWN_ELSEWHERE = ("model", "weights", "groups")
+
 
 def stat_tables(url: str, stored: Sequence[Stored], about: Mapping[str, Mapping[str, str]], unfinished: int) -> Group:
     """One line a group, under what its namespace is called."""
@@ -31,7 +33,7 @@ def stat_tables(url: str, stored: Sequence[Stored], about: Mapping[str, Mapping[
         first = namespace != shown
         shown = namespace
         table.add_row(
-            Text(_called(info) if first else ""),
+            Text(_called(namespace, info) if first else ""),
             namespace if first else "",
             group,
             f"{len(found):,}",
@@ -42,13 +44,14 @@ def stat_tables(url: str, stored: Sequence[Stored], about: Mapping[str, Mapping[
     return Group(table, total + (f"; {format_bytes(unfinished)} being written or left over" if unfinished else ""))
 
 
-def listing_tables(stored: Sequence[Stored], limit: int) -> Group:
+def listing_tables(stored: Sequence[Stored], about: Mapping[str, Mapping[str, str]], limit: int) -> Group:
     """One table a namespace."""
     tables: dict[str, Table] = {}
     for one in stored[:limit]:
         table = tables.get(one.name.namespace)
         if table is None:
-            table = tables[one.name.namespace] = Table(title=one.name.namespace, title_justify="left")
+            title = f"{_called(one.name.namespace, about.get(one.name.namespace, {}))}  {one.name.namespace}"
+            table = tables[one.name.namespace] = Table(title=Text(title), title_justify="left")
             table.add_column("group")
             table.add_column("key", no_wrap=True)
             for header in ("size", "tokens", "value", "used"):
@@ -66,9 +69,10 @@ def listing_tables(stored: Sequence[Stored], limit: int) -> Group:
     return Group(*tables.values(), more)
 
 
-def _called(info: Mapping[str, str]) -> str:
-    """The model first, then what else is known."""
-    return ", ".join([info.get("model", "-"), *(text for key, text in info.items() if key != "model")])
+def _called(namespace: str, info: Mapping[str, str]) -> str:
+    """The model's name, or the digest there is; then what else is known and not shown beside it."""
+    name = info.get("model") or info.get("weights") or namespace
+    return ", ".join([name, *(text for key, text in info.items() if key not in _SHOWN_ELSEWHERE)])
 
 
 def _ago(then: float) -> str:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.families import check_supported
-from hybridkv.engine.identity import model_identity
+from hybridkv.engine.identity import model_identity, model_name
 from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError
@@ -58,29 +58,28 @@ def load(
 ) -> LoadedModel:
     """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine."""
     where = choose_device(device)
+    path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
-        loaded, name = model, type(model).__name__
-        _check_config(model.config, name)
+        loaded = model
+        _check_config(model.config, type(model).__name__)
         if dtype != "auto":
             loaded = loaded.to(_weights_dtype(dtype))
     else:
-        name = Path(model).name
         _check_path(model)
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
     identity = model_identity(loaded) if with_identity else ""  # before weights are packed
-    if not isinstance(model, PreTrainedModel) and can_pack(loaded):
+    if path is not None and can_pack(loaded):
         pack_weights(loaded)
     spec = read_config(
         _as_loaded(loaded),
-        name=name,
+        name=model_name(loaded, path),
         kv_dtype=_cache_dtype("kv_dtype", kv_dtype),
         state_dtype=_cache_dtype("state_dtype", state_dtype),
-        source=str(model) if isinstance(model, (str, Path)) else "a model in memory",
+        source="a model in memory" if path is None else str(path),
     )
     text = loaded.config.get_text_config(decoder=True)
-    beside = model if isinstance(model, (str, Path)) else None
-    found = _tokenizer(tokenizer or beside, trust_remote_code, must_exist=tokenizer is not None)
+    found = _tokenizer(tokenizer or path, trust_remote_code, must_exist=tokenizer is not None)
     return LoadedModel(
         model=loaded,
         tokenizer=found,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 
 from hybridkv.store.errors import StoreError
 from hybridkv.store.names import is_namespace
 
 _MOST_BYTES = 1 << 16
+_MOST_LETTERS = 256
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def encode_description(info: Mapping[str, str]) -> bytes:
@@ -20,22 +25,39 @@ def encode_description(info: Mapping[str, str]) -> bytes:
 
 
 def decode_description(raw: bytes) -> dict[str, str] | None:
-    """None for anything that is no description."""
+    """None for anything that is no description. What a terminal would not just print is left out."""
     try:
         info = json.loads(raw) if len(raw) <= _MOST_BYTES else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(info, dict):
         return None
-    return {key: value for key, value in info.items() if isinstance(value, str)}
+    return {key: value for key, value in info.items() if _is_plain(key) and _is_plain(value)}
 
 
 def read_descriptions(directory: Path) -> dict[str, dict[str, str]]:
     found = {}
     for path in sorted(directory.iterdir()):
         if path.suffix == ".json" and is_namespace(path.stem):
-            with path.open("rb") as file:
-                info = decode_description(file.read(_MOST_BYTES + 1))
+            info = decode_description(_read(path))
             if info is not None:
                 found[path.stem] = info
     return found
+
+
+def _is_plain(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= _MOST_LETTERS and text.isprintable()
+
+
+def _read(path: Path) -> bytes:
+    """Nothing of what is no file."""
+    try:
+        fd = os.open(path, _READ)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return b""
+        raise
+    try:
+        return os.read(fd, _MOST_BYTES + 1) if S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)

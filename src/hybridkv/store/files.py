@@ -41,8 +41,9 @@ class FileBlobs(Blobs):
         self._pool = BouncePool()
         self._drafts = Drafts(self.folder.drafts)
         self._appraiser = Appraiser(self.open)
+        self._described: dict[str, bytes] = {}
         with faults("open the store at", path):
-            self.ledger = Ledger(self.folder.ledger, self.recount)
+            self.ledger = Ledger(self.folder.ledger, self.recount, self.folder.mend)
         if direct is Direct.ON and not can_read_directly(str(self.folder.ledger)):
             self.ledger.close()
             raise StoreError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
@@ -90,6 +91,8 @@ class FileBlobs(Blobs):
             if self.folder.has(name):
                 return False
             self.folder.make_parents(name)
+            if name.namespace in self._described and not self.folder.describes(name.namespace):
+                self._describe(name.namespace)  # it has gone with the directory
             os.rename(draft, self.folder.path(name))
             books.objects += 1
         if self.sync:
@@ -97,6 +100,8 @@ class FileBlobs(Blobs):
         return True
 
     def discard(self, draft: str, nbytes: int) -> None:
+        if not os.path.lexists(draft):  # it has gone with the directory
+            return
         with self.ledger.open() as books:
             os.unlink(draft)
             books.nbytes -= nbytes
@@ -118,14 +123,9 @@ class FileBlobs(Blobs):
                     os.utime(self.folder.path(name), ns=(now, now))
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
-        raw = encode_description(info)
+        self._described[namespace] = encode_description(info)
         with faults("describe", namespace), self.ledger.open():
-            draft = self._drafts.new(0)
-            try:
-                write_all(draft.fd, 0, [memoryview(raw)])
-                os.rename(draft.path, self.folder.about / f"{namespace}.json")
-            finally:
-                os.close(draft.fd)
+            self._describe(namespace)
 
     def descriptions(self) -> dict[str, dict[str, str]]:
         with faults("read descriptions"):
@@ -163,6 +163,14 @@ class FileBlobs(Blobs):
         sizes = [found.nbytes for found in self.folder.survey()]
         return Books(len(sizes), sum(sizes) + self._drafts.nbytes())
 
+    def _describe(self, namespace: str) -> None:
+        draft = self._drafts.new(0)
+        try:
+            write_all(draft.fd, 0, [memoryview(self._described[namespace])])
+            os.rename(draft.path, self.folder.description(namespace))
+        finally:
+            os.close(draft.fd)
+
     def _evict(self, books: Books, goal: int, gone: list[tuple[ObjectName, Blob]], slack: bool = True) -> int:
         """Get down to `goal` bytes. Others may have been at work: what there is is counted first.
 
@@ -173,11 +181,11 @@ class FileBlobs(Blobs):
         books.nbytes = sum(one.nbytes for one in found) + self._drafts.nbytes()
         excess = books.nbytes - goal
         if slack:
-            excess = with_slack(excess, self.size)
+            excess = with_slack(excess, self.size, is_told=self.on_evict is not None)
         count = 0
         for one in chosen(ranked(self._appraiser.candidates(found, excess), time.time()), excess):
             if self.on_evict is not None:
-                with suppress(MissingObject):
+                with suppress(MissingObject, StoreFault):
                     gone.append((one.name, self.open(one.name)))
             count += self._remove(books, one.name)
         self.evicted += count

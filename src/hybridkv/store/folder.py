@@ -17,7 +17,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
-from hybridkv.store.errors import StoreError
+from hybridkv.store.errors import StoreError, StoreFault
 from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
 ROOT = "hybridkv-v1"
@@ -46,9 +46,7 @@ class Folder:
         self.about = self.root / "about"
         self._objects = str(self.objects)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            for directory in (self.root, self.objects, self.drafts, self.about):
-                directory.mkdir(mode=_PRIVATE, exist_ok=True)
+            self._make()
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{error.filename} is a file: a store needs a directory, name another") from None
         except OSError as error:
@@ -57,6 +55,18 @@ class Folder:
             ) from None
         if not os.access(self.drafts, os.W_OK | os.X_OK):
             raise StoreError(f"{self.drafts} cannot be written to: name another directory or change its permissions")
+        self._device = os.stat(self.root).st_dev
+
+    def mend(self) -> None:
+        """Make again what has gone, but not on another disk: its own may be back, and that one is not to be filled."""
+        if not self.root.is_dir() and _device(self.root) != self._device:
+            raise StoreFault(f"{self.root} has gone, and so has its disk")
+        self._make()
+
+    def _make(self) -> None:
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        for directory in (self.root, self.objects, self.drafts, self.about):
+            directory.mkdir(mode=_PRIVATE, exist_ok=True)
 
     def path(self, name: ObjectName) -> str:
         return f"{self._objects}/{name.path}"
@@ -68,12 +78,18 @@ class Folder:
             return False
 
     def make_parents(self, name: ObjectName) -> None:
-        """Never the root: if that has gone, its disk may be gone, and another must not be filled in its place."""
+        """Never what is above them: see `mend`."""
         path = self._objects
         for part in name.path.split("/")[:-1]:
             path = f"{path}/{part}"
             with suppress(FileExistsError):
                 os.mkdir(path, _PRIVATE)
+
+    def description(self, namespace: str) -> str:
+        return f"{self.about}/{namespace}.json"
+
+    def describes(self, namespace: str) -> bool:
+        return os.path.lexists(self.description(namespace))
 
     def survey(self, namespace: str | None = None, group: str | None = None) -> Iterator[Found]:
         """All objects, by their directory entries alone. What comes or goes meanwhile may be left out."""
@@ -89,6 +105,14 @@ class Folder:
             if directory != self._objects:
                 with suppress(OSError):
                     os.rmdir(directory)
+
+
+def _device(path: Path) -> int:
+    """Of the disk that it would be made on."""
+    for place in path.parents:
+        with suppress(FileNotFoundError):
+            return os.stat(place).st_dev
+    raise StoreFault(f"nothing is left above {path}")
 
 
 def _names(directory: str) -> list[str]:

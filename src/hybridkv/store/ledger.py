@@ -2,6 +2,9 @@
 
 The lock is flock's, so it goes with the process that held it. The books are void while they are open: if that process
 is killed, the next one sees it and counts again. No file appears or goes except while they are open.
+
+Books whose directory has gone are nobody's: whoever opens them is told so, and the next one to open them looks for the
+directory that is there by then.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from hybridkv.store.errors import StoreError, StoreFault
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
+_PATIENCE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -30,12 +34,21 @@ class Books:
     """Of objects and of drafts."""
 
 
+class _Gone(StoreFault):
+    """The books are not where others look for them."""
+
+
 class Ledger:
-    def __init__(self, path: Path, recount: Callable[[], Books]) -> None:
+    def __init__(self, path: Path, recount: Callable[[], Books], mend: Callable[[], None]) -> None:
+        """`mend` puts the directory in order, or raises StoreFault."""
+        self._path = path
         self._recount = recount
+        self._mend = mend
         self._threads = Lock()
         self._closed = False
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._is_ill = False
+        """Something failed: the directory may have gone, or be another by now."""
+        self._fd = _open(path)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -48,31 +61,64 @@ class Ledger:
         """Alone among all threads and processes. What is set in the books stays."""
         with self._threads:
             self._check_open()
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if self._is_ill:
+                self._recover()
             try:
-                books = self._read()
-                os.pwrite(self._fd, bytes(_COUNTS.size + _CHECKSUM.size), 0)
-                books = self._recount() if books is None else books
-                yield books
-                self._write(books)
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                with self._locked():
+                    self._check_place()
+                    books = self._read()
+                    os.pwrite(self._fd, bytes(_COUNTS.size + _CHECKSUM.size), 0)
+                    books = self._recount() if books is None else books
+                    yield books
+                    self._write(books)
+            except (OSError, _Gone):
+                self._is_ill = True
+                raise
 
     def glance(self) -> Books | None:
         """The counts as they are, without waiting. None: someone is at them."""
         with self._threads:
             self._check_open()
+            self._check_place()
             return self._read()
 
     def close(self) -> None:
-        with self._threads:
+        """Whoever hangs inside is left to itself, and so is the file."""
+        if not self._threads.acquire(timeout=_PATIENCE_S):
+            return
+        try:
             if not self._closed:
                 self._closed = True
                 os.close(self._fd)
+        finally:
+            self._threads.release()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreFault("the store is closed")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _check_place(self) -> None:
+        """A lock on a file that others do not find keeps nobody out."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise _Gone(f"{self._path.parent} has gone")
+
+    def _recover(self) -> None:
+        self._mend()
+        old, self._fd = self._fd, _open(self._path)
+        self._is_ill = False
+        os.close(old)
 
     def _read(self) -> Books | None:
         raw = os.pread(self._fd, _COUNTS.size + _CHECKSUM.size, 0)
@@ -84,3 +130,7 @@ class Ledger:
     def _write(self, books: Books) -> None:
         counts = _COUNTS.pack(max(books.objects, 0), max(books.nbytes, 0))
         os.pwrite(self._fd, counts + _CHECKSUM.pack(xxh3_64_intdigest(counts)), 0)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

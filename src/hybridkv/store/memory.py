@@ -55,7 +55,8 @@ class MemoryBlobs(Blobs):
         with self._lock:
             if name in self._entries:
                 return None
-            gone = self._evict(with_slack(self._used + nbytes - self.size, self.size)) if nbytes <= self.size else []
+            excess = self._used + nbytes - self.size if nbytes <= self.size else 0
+            gone = self._evict(with_slack(excess, self.size, is_told=self.on_evict is not None))
             fits = self._used + nbytes <= self.size
             if fits:
                 self._used += nbytes
@@ -103,10 +104,12 @@ class MemoryBlobs(Blobs):
                     self._entries[name].used_at = now
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
-        self._descriptions[namespace] = dict(info)
+        with self._lock:
+            self._descriptions[namespace] = dict(info)
 
     def descriptions(self) -> dict[str, dict[str, str]]:
-        return {namespace: dict(info) for namespace, info in self._descriptions.items()}
+        with self._lock:
+            return {namespace: dict(info) for namespace, info in self._descriptions.items()}
 
     def usage(self) -> Usage:
         with self._lock:

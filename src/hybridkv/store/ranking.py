@@ -17,6 +17,11 @@ from hybridkv.store.names import ObjectName
 _YOUNGEST_S = 1.0
 """Below this all are equally young."""
 
+_LARGEST_VALUE = 1e300
+"""Headers may say anything; sums of larger ones overflow."""
+
+_MOST_TOLD_BYTES = 64 << 20
+
 
 class Candidate(NamedTuple):
     name: ObjectName
@@ -41,7 +46,7 @@ def ranked(candidates: Sequence[Candidate], now: float) -> list[Candidate]:
 def _mean_values(candidates: Sequence[Candidate]) -> dict[tuple[str, str], float]:
     values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for one in candidates:
-        values[one.name.namespace, one.name.group].append(one.value)
+        values[one.name.namespace, one.name.group].append(min(one.value, _LARGEST_VALUE))
     return {group: math.fsum(found) / len(found) for group, found in values.items()}
 
 
@@ -56,6 +61,10 @@ def chosen(order: Sequence[Candidate], nbytes: int) -> list[Candidate]:
     return going
 
 
-def with_slack(excess: int, size: int) -> int:
-    """How much to free when `excess` bytes are too many: somewhat more, so that not every object has to make room."""
-    return excess + size // 64 if excess > 0 else 0
+def with_slack(excess: int, size: int, *, is_told: bool) -> int:
+    """How much to free when `excess` bytes are too many: somewhat more, so that not every object has to make room.
+
+    `is_told`: someone takes what goes elsewhere, and can only take so much at once.
+    """
+    slack = min(size // 64, _MOST_TOLD_BYTES) if is_told else size // 64
+    return excess + slack if excess > 0 else 0

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName
+from hybridkv.store.objects import Header
 from hybridkv.store.store import Reader, Store, Writer
 from hybridkv.store.tally import Tally
+
+
+class Listener(Protocol):
+    """Who wants the rows that are read."""
+
+    def add(self, row: int, buffers: Sequence[memoryview]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TieredReader(Reader):
@@ -22,8 +32,10 @@ class TieredReader(Reader):
         self._tally = tally
         self._lock = Lock()
         self._readers: list[Reader] = []
+        self._is_closed = False
         self.level = 0
         """The store that is read from."""
+        self.listener: Listener | None = None
         first = self._open_from(0)
         self._readers.append(first)
         self.header = first.header
@@ -38,9 +50,14 @@ class TieredReader(Reader):
                 self._turn_from(reader, error)
         with self._tally as stats:
             stats.read_bytes += self.header.rows[row].nbytes
+        if self.listener is not None:
+            self.listener.add(row, buffers)
 
     def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
         with self._lock:
+            self._is_closed = True
             for reader in self._readers:
                 reader.close()
 
@@ -49,6 +66,8 @@ class TieredReader(Reader):
         with self._lock:
             if reader is not self._readers[-1]:
                 return
+            if self._is_closed:
+                raise error
             try:
                 following = self._open_from(self.level + 1)
             except StoreError:
@@ -118,18 +137,51 @@ class TieredWriter(Writer):
                 raise error
 
 
-def copy_object(reader: Reader, stores: Sequence[Store]) -> bool:
-    """Read once, write to all that want it. False: none did."""
-    header = reader.header
+def begin_writing(
+    stores: Sequence[Store], name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int
+) -> list[Writer]:
+    """In all stores that want it and can; raises what is wrong with one only where that leaves none."""
+    writers: list[Writer] = []
+    trouble: StoreFault | None = None
+    try:
+        for store in stores:
+            try:
+                writer = store.create(name, row_bytes, value=value, position=position)
+            except StoreFault as error:
+                trouble = error
+                continue
+            if writer is not None:
+                writers.append(writer)
+    except BaseException:
+        for writer in writers:
+            writer.abort()
+        raise
+    if trouble is not None and not writers:
+        raise trouble
+    return writers
+
+
+def copy_object(reader: Reader, store: Store) -> bool:
+    """False: it is not wanted there."""
+    sizes = [row.nbytes for row in reader.header.rows]
+    buffer = np.empty(max(sizes), np.uint8).data
+
+    def read(row: int) -> memoryview:
+        data = buffer[: sizes[row]]
+        reader.read(row, [data])
+        return data
+
+    return write_object(reader.header, read, [store])
+
+
+def write_object(header: Header, row_of: Callable[[int], memoryview], stores: Sequence[Store]) -> bool:
+    """Write to all that want it; each row is asked for once. False: none did."""
     sizes = [row.nbytes for row in header.rows]
-    created = (store.create(header.name, sizes, value=header.value, position=header.position) for store in stores)
-    writers = [writer for writer in created if writer is not None]
+    writers = begin_writing(stores, header.name, sizes, value=header.value, position=header.position)
     if not writers:
         return False
-    buffer = np.empty(max(sizes), np.uint8).data
     with TieredWriter(writers, sum(sizes)) as writer:
-        for row, nbytes in enumerate(sizes):
-            reader.read(row, [buffer[:nbytes]])
-            writer.write(row, [buffer[:nbytes]])
+        for row in range(len(sizes)):
+            writer.write(row, [row_of(row)])
         writer.commit()
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from threading import Lock
@@ -9,14 +10,18 @@ from typing import NamedTuple
 
 from hybridkv.store.courier import Courier, Errand
 from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.store.lift import Lift
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 from hybridkv.store.tally import Tally
-from hybridkv.store.tier_io import TieredReader, TieredWriter, copy_object
+from hybridkv.store.tier_io import TieredReader, TieredWriter, begin_writing, copy_object
+
+logger = logging.getLogger("hybridkv.store")
 
 _MOST_WAITING_BYTES = 256 << 20
 _BATCH = 256
+_PATIENCE_S = 30.0
 
 
 class Write(Enum):
@@ -32,7 +37,10 @@ class Tier(NamedTuple):
 
 
 class TieredStore(Store):
-    def __init__(self, tiers: Sequence[Tier], most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], most_waiting_bytes: int = _MOST_WAITING_BYTES, patience_s: float = _PATIENCE_S
+    ) -> None:
+        """`patience_s`: how long `close` waits for a copy that does not end."""
         if not tiers:
             raise StoreError("no tiers: a tiered store has at least one")
         self.tiers = tuple(tier.store for tier in tiers)
@@ -40,6 +48,7 @@ class TieredStore(Store):
         self._written = self.tiers[: self._back[0] + 1] if self._back else self.tiers
         """The tiers that new objects are written to."""
         self._courier = Courier(most_waiting_bytes)
+        self._patience_s = patience_s
         self._tally = Tally()
         self._lock = Lock()
         self._rising: set[ObjectName] = set()
@@ -59,12 +68,11 @@ class TieredStore(Store):
         with self._tally as stats:
             stats.opened += 1
         if reader.level:
-            self._raise(reader.level, name, reader.header.nbytes)
+            reader.listener = self._lift(reader)
         return reader
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
-        created = (store.create(name, row_bytes, value=value, position=position) for store in self._written)
-        writers = [writer for writer in created if writer is not None]
+        writers = begin_writing(self._written, name, row_bytes, value=value, position=position)
         return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._tally) if writers else None
 
     def delete(self, names: Sequence[ObjectName]) -> int:
@@ -125,13 +133,17 @@ class TieredStore(Store):
         self._courier.drain()
 
     def close(self) -> None:
-        """Waits for copies under way, and takes down what only upper tiers have where they write back."""
+        """Waits for copies under way, and takes down what only upper tiers have where they write back.
+
+        What hangs is left to itself.
+        """
         if self._closed:
             return
         self._closed = True
         for level in self._back:
             self._sink_all(level)
-        self._courier.close()
+        if not self._courier.close(self._patience_s):
+            logger.warning("copies between tiers hang: what has not been written by now is lost")
         for store in self.tiers:
             store.close()
 
@@ -145,28 +157,25 @@ class TieredStore(Store):
             pending = [number for number in pending if not found[number]]
         return found
 
-    def _raise(self, level: int, name: ObjectName, nbytes: int) -> None:
-        """Copy an object of tier `level` to those above."""
+    def _lift(self, reader: TieredReader) -> Lift | None:
+        """Have an object of a lower tier copied to those above, as it is read."""
+        name, nbytes = reader.header.name, reader.header.nbytes
 
-        def run() -> None:
-            try:
-                with self.tiers[level].open(name) as reader:
-                    copied = copy_object(reader, self.tiers[:level])
-            except StoreError:
-                copied = False
+        def end(is_copied: bool) -> None:
             with self._lock:
                 self._rising.discard(name)
             with self._tally as stats:
-                stats.promoted += copied
+                stats.promoted += is_copied
 
         with self._lock:
             if name in self._rising:
-                return
+                return None
             self._rising.add(name)
-        if not self._courier.offer(Errand(nbytes, run)):
-            with self._lock:
-                self._rising.discard(name)
+        if not self._courier.reserve(nbytes):
+            end(False)
             self._drop()
+            return None
+        return Lift(reader.header, self.tiers[: reader.level], self._courier, end)
 
     def _sink(self, reader: Reader, level: int) -> None:
         """Copy an object that was evicted above to tier `level`."""
@@ -177,8 +186,8 @@ class TieredStore(Store):
     def _sink_now(self, reader: Reader, level: int) -> None:
         with reader:
             try:
-                copy_object(reader, [self.tiers[level]])
-            except StoreError:
+                copy_object(reader, self.tiers[level])
+            except (StoreError, MemoryError):
                 self._drop()
 
     def _sink_all(self, level: int) -> None:
@@ -190,16 +199,22 @@ class TieredStore(Store):
         for start in range(0, len(stored), _BATCH):
             batch = stored[start : start + _BATCH]
             for name, there in zip(batch, self.tiers[level + 1].lookup(batch), strict=True):
-                if not there:
-                    self._sink_stored(name, level)
+                if not there and not self._sink_stored(name, level):
+                    return
 
-    def _sink_stored(self, name: ObjectName, level: int) -> None:
+    def _sink_stored(self, name: ObjectName, level: int) -> bool:
+        """False: there is no use in going on."""
         try:
             reader = self.tiers[level].open(name)
         except StoreError:
             self._drop()
-            return
-        self._courier.hand_over(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1)))
+            return True
+        errand = Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1))
+        is_taken = self._courier.hand_over(errand, self._patience_s)
+        if not is_taken:
+            reader.close()
+            self._drop()
+        return is_taken
 
     def _drop(self) -> None:
         with self._tally as stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -62,6 +63,9 @@ def open_store(urls: Sequence[str]) -> Store:
     if not urls:
         raise StoreError(f"no store named: write one as {_examples()}")
     addresses = [parse_url(url) for url in urls]
+    places = [os.path.realpath(address.path) for address in addresses if address.path]
+    if len(set(places)) < len(places):
+        raise StoreError(f"{' '.join(urls)}: a directory twice; tiers are different places, name it once")
     writes = [address.choose("write", Write, Write.THROUGH) for address in addresses]
     if writes[-1] is Write.BACK:
         raise StoreError(f"{urls[-1]!r}: write=back needs a tier below, and this is the last")
@@ -92,7 +96,12 @@ def inspect_store(url: str) -> Store:
 def parse_url(url: str) -> Address:
     """Raises StoreError for what no scheme knows, and lists what there is."""
     try:
+        if not url.isprintable():  # parsers drop some of them silently
+            raise ValueError("letters that cannot be printed are written as %0A")
         parts = urlsplit(url)
+        path = unquote(parts.path)
+        if "\0" in path:
+            raise ValueError("no path has a zero byte")
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
         raise StoreError(f"{url!r} is no URL of a store ({error}): write it as {_examples()}") from None
@@ -106,7 +115,7 @@ def parse_url(url: str) -> Address:
         raise StoreError(f"{url!r}: {trouble}; {parts.scheme} stores have {', '.join(scheme.options)}")
     if parts.netloc:
         raise StoreError(f"{url!r}: {parts.netloc!r} is no path; write it as {scheme.example}")
-    return Address(url, parts.scheme, unquote(parts.path), options)
+    return Address(url, parts.scheme, path, options)
 
 
 def _open_memory(address: Address) -> BlobStore:
@@ -131,7 +140,7 @@ def _inspect_file(address: Address) -> BlobStore:
 
 
 def _directory(address: Address) -> Path:
-    if address.path in ("", "/"):
+    if not os.path.normpath(f"/{address.path}").strip("/"):
         raise StoreError(f"{address.url!r} names no directory: write it as {SCHEMES['file'].example}")
     return Path(address.path)
 

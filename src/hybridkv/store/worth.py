@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hybridkv.store.blobs import Blob, header_of
-from hybridkv.store.errors import CorruptObject, MissingObject
+from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.folder import Found
 from hybridkv.store.names import ObjectName
 from hybridkv.store.ranking import Candidate
@@ -45,6 +45,6 @@ class Appraiser:
                 header = header_of(name, blob)
             finally:
                 blob.close()
-        except (MissingObject, CorruptObject):
+        except (MissingObject, CorruptObject, StoreFault):
             return _Worth(0.0, 0)
         return _Worth(header.value, header.position)

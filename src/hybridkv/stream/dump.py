@@ -40,6 +40,7 @@ class Outgoing:
         self.value = num_tokens / self.num_bytes
         self.writer: Writer | None = None
         self.is_begun = False
+        self.is_judged = False
         self.failed = False
         self._due: deque[Callable[[], None]] = deque()
         self._is_busy = False
@@ -71,7 +72,7 @@ class Dumper:
         self._stats = stats
         self._max_waiting_bytes = max_waiting_bytes
         self._changed = threading.Condition()
-        self._writing: set[ObjectName] = set()
+        self._writing: dict[ObjectName, Outgoing] = {}
         """Objects that were begun and have not ended. Whether the store has others, it says itself."""
         self._workers = Workers(_THREADS, "hybridkv-dump")
 
@@ -83,7 +84,7 @@ class Dumper:
             if self._stats.dump_bytes_waiting + outgoing.num_bytes > self._max_waiting_bytes:
                 self._stats.dumps_dropped += 1
                 return False
-            self._writing.add(outgoing.name)
+            self._writing[outgoing.name] = outgoing
             self._stats.dump_bytes_waiting += outgoing.num_bytes
         return True
 
@@ -98,6 +99,7 @@ class Dumper:
 
     def judge(self, outgoing: Outgoing, counts: bool) -> None:
         """The step is over: the object becomes visible when all its rows are written, or never."""
+        outgoing.is_judged = True
         self._do(outgoing, lambda: self._finish(outgoing, counts))
 
     def drain(self) -> None:
@@ -106,7 +108,14 @@ class Dumper:
             self._changed.wait_for(lambda: not self._writing)
 
     def close(self, timeout_s: float) -> None:
-        """When everything that has been judged is written. Writes that hang are left to themselves."""
+        """When everything that has been judged is written. Writes that hang are left to themselves.
+
+        What has not been judged never will be: its step has not come to its end.
+        """
+        with self._changed:
+            unjudged = [one for one in self._writing.values() if not one.is_judged]
+        for one in unjudged:
+            self.judge(one, False)
         self._workers.close(timeout_s)
 
     def _do(self, outgoing: Outgoing, action: Callable[[], None]) -> None:
@@ -143,7 +152,7 @@ class Dumper:
             stats.dumps_discarded += not counts
             stats.dumped += saved
             stats.dumped_bytes += outgoing.num_bytes if saved else 0
-            self._writing.discard(outgoing.name)
+            del self._writing[outgoing.name]
             self._changed.notify_all()
 
     def _try(self, outgoing: Outgoing, action: Callable[[], T]) -> T | None:
@@ -152,7 +161,7 @@ class Dumper:
             return action()
         except (StoreError, OSError):  # the store's guard tells of it
             outgoing.failed = True
-        except Exception:  # no store should raise it: a bug, and nobody else would hear of it
+        except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
             outgoing.failed = True
             LOG.exception("%s could not be written", outgoing.name)
         return None

@@ -54,6 +54,7 @@ class _Source:
         found = [row.nbytes for row in reader.header.rows]
         if found != self._row_bytes:
             reader.close()
+            self._store.delete([self.name])  # else nobody could ever write the right one
             raise CorruptObject(f"{self.name}: rows of {found[:3]}... bytes instead of {self._row_bytes[:3]}...")
         return reader
 
