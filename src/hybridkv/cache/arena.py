@@ -41,6 +41,14 @@ _MANY_PAGES = 256
 """Below that a loop is done before numpy has begun."""
 
 
+def _in_order(pages: Pages) -> Pages:
+    if len(pages) <= _MANY_PAGES:
+        return make_pages(sorted(pages))
+    ordered = make_pages()
+    ordered.frombytes(np.sort(as_numbers(pages)).tobytes())
+    return ordered
+
+
 class CopyPage(NamedTuple):
     """Copy one page onto another of the same pool."""
 
@@ -281,7 +289,7 @@ class Arena:
         return bool(pools)
 
     def _file(self, pool: Pool) -> None:
-        pages, per_slab, start = sorted(pool.returned), pool.pages_per_slab, 0
+        pages, per_slab, start = _in_order(pool.returned), pool.pages_per_slab, 0
         pool.returned = make_pages()
         pool.num_free += len(pages)
         while start < len(pages):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
-from hybridkv.cache.layout import CacheLayout
+from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.policy import (
     CheckpointPolicy,
     EvictionPolicy,
@@ -42,4 +42,12 @@ _SPARE_GRID_TOKENS = 128
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_SPARE_GRID_TOKENS)
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_spare_grid(layout))
+
+
+def _spare_grid(layout: CacheLayout) -> int:
+    """Where there is nothing but windows, checkpoints a window apart keep all its blocks, and any of them will do."""
+    local = [group for group in layout.token_groups if group.role is Role.LOCAL]
+    if layout.state_groups or any(group.window is None for group in local):
+        return _SPARE_GRID_TOKENS
+    return max(_SPARE_GRID_TOKENS, min((group.window or 0 for group in local), default=0))
