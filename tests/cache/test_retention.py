@@ -13,6 +13,7 @@ from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, EvictionPo
 from hybridkv.cache.ghosts import Ghost, Ghosts
 from hybridkv.cache.index import Checkpoint
 from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
+from hybridkv.cache.retention import default_checkpoints
 from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
 from hybridkv.errors import HybridKVError
 from hybridkv.models import load_model
@@ -364,3 +365,19 @@ def test_slabs_of_few_pages_are_kept_together_at_the_same_addresses() -> None:
     small = make_plan(load_model("gpt-oss-20b"), PlanOptions(2**30))
     assert CacheLayout.from_plan(small).num_slabs == small.num_slabs
     assert Cache(layout).layout is layout
+
+
+@pytest.mark.parametrize("windows", [[256], [192, 640], [48]])
+def test_in_unused_memory_few_checkpoints_keep_all_blocks_of_windows(windows: list[int]) -> None:
+    """Wherever another prompt leaves a known one, it resumes there; the blocks are kept, not the boundaries."""
+    groups = [CacheGroup("full", Role.FULL, 8)]
+    groups += [CacheGroup(f"window{size}", Role.LOCAL, 8, window=size) for size in windows]
+    layout = CacheLayout.of(groups, block_tokens=16, num_slabs=2000, kv_bytes_per_token=1)
+    cache = Sim(layout, checkpoint_policy=default_checkpoints(layout))
+    prompt = tokens(2048)
+    cache.serve(prompt)
+    apart = max(128, min(windows))
+    assert cache.cache.stats.checkpoints_kept <= 2048 // apart + 2
+    for shared in (16, 130, 700, 1333, 2040):
+        resumed = shared // 16 * 16 if min(windows) >= 128 else shared // 128 * 128
+        assert cache.cache.match([*prompt[:shared], *tokens(40, seed=1)]).num_tokens >= resumed
