@@ -136,7 +136,7 @@ class Slab:
 class Pool:
     """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
 
-    __slots__ = ("by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
+    __slots__ = ("_made", "by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
 
     def __init__(self, name: str, pages_per_slab: int) -> None:
         self.name = name
@@ -148,12 +148,21 @@ class Pool:
         self.spare: list[Slab] = []
         """Slabs it had last and that nobody has now: it gets them back first, and they need no zeroing."""
         self.slabs: dict[int, Slab] = {}
+        self._made: dict[int, Slab] = {}
+        """All it ever had: memory goes to and fro between pools, and making one takes time."""
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
         self.holds = make_pages()
         """Holds beyond the first, by page; empty unless pages are shared one by one, as those of local groups are."""
 
     def slab_of(self, page: int) -> Slab:
         return self.slabs[page // self.pages_per_slab]
+
+    def get_slab(self, index: int) -> Slab:
+        """The pool's object for a slab, all of it free."""
+        slab = self._made.get(index)
+        if slab is None:
+            slab = self._made[index] = Slab(index, self)
+        return slab
 
     def file(self, slab: Slab) -> None:
         """File a slab anew after its number of free pages changed."""
@@ -303,7 +312,7 @@ class Arena:
                 self._take_slab(slab)
 
     def _give_slab(self, pool: Pool) -> Slab:
-        slab = pool.spare.pop() if pool.spare else Slab(self._slab_of_others(pool), pool)
+        slab = pool.spare.pop() if pool.spare else pool.get_slab(self._slab_of_others(pool))
         pool.slabs[slab.index] = slab
         pool.num_free += pool.pages_per_slab
         slab.is_owned = True
