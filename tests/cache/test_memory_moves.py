@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, held
-from hybridkv.cache.arena import Arena, make_pages
+from hybridkv.cache.arena import Arena
+from hybridkv.cache.pages import make_pages
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from tests.cache.sim import Sim
 from tests.cache.test_named import tokens

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridkv.cache.arena import make_pages
 from hybridkv.cache.index import Node, Step
+from hybridkv.cache.pages import make_pages
 from hybridkv.cache.resume import NO_HOLE, _first_hole, _last_hole, _start_of_holes
 
 

@@ -1,10 +1,11 @@
 """The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled when it is installed."""
 
 from hybridkv.cache import cache
-from hybridkv.cache.arena import NULL_PAGE, CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.cache import Cache, CacheError, Pin
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
+from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
+from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
 from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.room import could_fit, extend_some, longest_fit

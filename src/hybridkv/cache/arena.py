@@ -10,76 +10,14 @@ step. A page that an unacknowledged operation reads or writes is not reused, eve
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-Pages: TypeAlias = "array[int]"
-"""Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
-
-
-def make_pages(numbers: Iterable[int] | None = None) -> Pages:
-    return array("i") if numbers is None else array("i", numbers)
-
-
-def as_numbers(pages: Pages) -> npt.NDArray[np.intc]:
-    """The same memory for numpy; let go of it before the array grows or shrinks."""
-    return np.frombuffer(pages, dtype=np.intc)
-
-
-NULL_PAGE = 0
-"""A page of the null slab: zero, never written. The source of a state at position 0; in tables and nodes, the place of
-blocks a group has no page for: out of the window, or never tapped."""
-
-
-_MANY_PAGES = 256
-"""Below that a loop is done before numpy has begun."""
-
-
-def _in_order(pages: Pages) -> Pages:
-    if len(pages) <= _MANY_PAGES:
-        return make_pages(sorted(pages))
-    ordered = make_pages()
-    ordered.frombytes(np.sort(as_numbers(pages)).tobytes())
-    return ordered
-
-
-class CopyPage(NamedTuple):
-    """Copy one page onto another of the same pool."""
-
-    pool: str
-    src: int
-    dst: int
-
-
-class ZeroSlab(NamedTuple):
-    """Clear a slab that has changed pools: bytes of one kind are nonsense, even NaN, to another."""
-
-    pool: str
-    slab: int
-
-
-class ZeroPage(NamedTuple):
-    """Clear a page whose content turned out wrong."""
-
-    pool: str
-    page: int
-
-
-Operation = CopyPage | ZeroSlab | ZeroPage
-
-
-class OperationBatch(NamedTuple):
-    """Operations to run in order, and the id to acknowledge them by."""
-
-    id: int
-    operations: tuple[Operation, ...]
-
+from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
+from hybridkv.cache.pages import Pages, in_order, make_pages
+from hybridkv.cache.pools import Pool, Slab
 
 _PageKey = tuple[str, int]
 
@@ -89,126 +27,6 @@ class _Pending(NamedTuple):
 
     operation: Operation
     busy: tuple[_PageKey, ...]
-
-
-class PageHolder(Protocol):
-    """Something that keeps pages: a slab knows its holders, so that moving its pages finds them."""
-
-    slabs: set[Slab]
-    """The slabs its pages are in; may also name slabs they have left."""
-
-
-class Slab:
-    """A slab, for one pool; another pool that gets the same memory makes an object of its own."""
-
-    __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "is_owned", "limbo", "pool")
-
-    def __init__(self, index: int, pool: Pool) -> None:
-        first = index * pool.pages_per_slab
-        self.index = index
-        self.pool = pool
-        self.free = make_pages(range(first + pool.pages_per_slab - 1, first - 1, -1))
-        self.free_class = 0
-        self.is_owned = False
-        """Whether its pool has it now."""
-        self.limbo = 0  # pages given back, but still under an unacknowledged operation
-        self.holders: dict[PageHolder, None] = {}
-        self._prune_at = 16
-
-    @property
-    def num_used(self) -> int:
-        """Pages that are not free: held, or waiting for an operation."""
-        return self.pool.pages_per_slab - len(self.free)
-
-    def used_pages(self) -> Pages:
-        first = self.index * self.pool.pages_per_slab
-        free = set(self.free)
-        return make_pages(page for page in range(first, first + self.pool.pages_per_slab) if page not in free)
-
-    def add_holder(self, holder: PageHolder) -> None:
-        self.holders[holder] = None
-        holder.slabs.add(self)
-        if len(self.holders) > self._prune_at:  # forget those that have let go of everything
-            self.holders = {kept: None for kept in self.holders if self in kept.slabs}
-            self._prune_at = 2 * len(self.holders) + 16
-
-
-class Pool:
-    """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
-
-    __slots__ = ("_made", "by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
-
-    def __init__(self, name: str, pages_per_slab: int) -> None:
-        self.name = name
-        self.pages_per_slab = pages_per_slab
-        self.num_free = 0
-        """Free pages that are filed under their slabs."""
-        self.returned = make_pages()
-        """Pages given back and not yet filed: many at a time cost less."""
-        self.spare: list[Slab] = []
-        """Slabs it had last and that nobody has now: it gets them back first, and they need no zeroing."""
-        self.slabs: dict[int, Slab] = {}
-        self._made: dict[int, Slab] = {}
-        """All it ever had: memory goes to and fro between pools, and making one takes time."""
-        self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
-        self.holds = make_pages()
-        """Holds beyond the first, by page; empty unless pages are shared one by one, as those of local groups are."""
-
-    def slab_of(self, page: int) -> Slab:
-        return self.slabs[page // self.pages_per_slab]
-
-    def get_slab(self, index: int) -> Slab:
-        """The pool's object for a slab, all of it free."""
-        slab = self._made.get(index)
-        if slab is None:
-            slab = self._made[index] = Slab(index, self)
-        return slab
-
-    def file(self, slab: Slab) -> None:
-        """File a slab anew after its number of free pages changed."""
-        self.by_free[slab.free_class].pop(slab, None)
-        slab.free_class = len(slab.free).bit_length()
-        if slab.free_class:
-            self.by_free[slab.free_class][slab] = None
-
-    def share_pages(self, num_slabs: int) -> None:
-        """From now on a page may have several holders."""
-        self.holds = make_pages((0,)) * (num_slabs * self.pages_per_slab)
-
-    def add_holds(self, pages: Pages) -> None:
-        """One hold more on each of these pages, which are all different."""
-        holds = self.holds
-        if len(pages) > _MANY_PAGES:
-            as_numbers(holds)[as_numbers(pages)] += 1
-            return
-        for page in pages:
-            holds[page] += 1
-
-    def drop_holds(self, pages: Pages) -> Pages:
-        """One hold less; returns the pages that nobody holds any more."""
-        if len(pages) > _MANY_PAGES:
-            return self._drop_many_holds(pages)
-        holds, freed = self.holds, make_pages()
-        for page in pages:
-            if holds[page]:
-                holds[page] -= 1
-            else:
-                freed.append(page)
-        return pages if len(freed) == len(pages) else freed
-
-    def _drop_many_holds(self, pages: Pages) -> Pages:
-        numbers, holds = as_numbers(pages), as_numbers(self.holds)
-        left = holds[numbers]
-        if not left.any():
-            return pages
-        holds[numbers] = np.maximum(left - 1, 0)
-        freed = make_pages()
-        freed.frombytes(numbers[left == 0].tobytes())
-        return freed
-
-    def emptiest_first(self) -> Iterable[Slab]:
-        for filed in reversed(self.by_free):
-            yield from sorted(filed, key=lambda slab: -len(slab.free))
 
 
 class Arena:
@@ -298,7 +116,7 @@ class Arena:
         return bool(pools)
 
     def _file(self, pool: Pool) -> None:
-        pages, per_slab, start = _in_order(pool.returned), pool.pages_per_slab, 0
+        pages, per_slab, start = in_order(pool.returned), pool.pages_per_slab, 0
         pool.returned = make_pages()
         pool.num_free += len(pages)
         while start < len(pages):

@@ -15,17 +15,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hybridkv.cache.arena import NULL_PAGE, Operation, OperationBatch
-from hybridkv.cache.index import Step, common_blocks
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.lease import InFlight, Lease, Loaded, Match, NoRoom, StepTables
+from hybridkv.cache.leaders import find_leader, find_rebuilder
+from hybridkv.cache.lease import InFlight, Lease, Match, NoRoom, StepTables
 from hybridkv.cache.leasing import Leasing
-from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, Kind, PromptFacts
+from hybridkv.cache.operations import Operation, OperationBatch
+from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
+from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
@@ -77,6 +79,7 @@ class Cache:
         eviction = named_policy(policy) if isinstance(policy, str) else policy
         self._keeper = Keeper(layout, eviction, run_operations, self.stats, self._events)
         self._leasing = Leasing(self._keeper)
+        self._sending = Sending(self._leasing)
         self._steps = Steps(self._leasing)
         self._pins: list[Pin] = []
         self._clock = clock
@@ -92,9 +95,11 @@ class Cache:
         packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
         limit = len(packed) // TOKEN_BYTES - 1
         path, resume = self._leasing.find(key, packed, limit, self._tap_groups(taps))
-        leader, leader_tokens = self._find_leader(path, packed, limit // self.block_tokens)
+        size, num_blocks = self.block_tokens, limit // self.block_tokens
+        leader, leader_tokens = find_leader(path, packed, num_blocks, size)
         if leader is None and resume.matched_tokens > resume.position:
-            leader, leader_tokens = self._find_rebuilder(key, packed, limit // self.block_tokens, resume.position)
+            leases = self._keeper.leases.values()
+            leader, leader_tokens = find_rebuilder(leases, key, packed, num_blocks, resume.position, size)
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
 
     def follow(self, match: Match) -> bool:
@@ -153,9 +158,9 @@ class Cache:
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {num_known} tokens are computed")
         try:
             if num_loaded:
-                step = self._send_off_load(lease, start, start + num_loaded, end)
+                step = self._sending.send_off_load(lease, start, start + num_loaded, end)
             else:
-                step = self._send_off(lease, start, end, num_known, may_cut)
+                step = self._sending.send_off(lease, start, end, num_known, may_cut)
         except BaseException:  # the memory layer failed: before the step was in flight, its drafts were never known
             if lease.step is None:
                 lease.forget_after(num_known)
@@ -164,55 +169,6 @@ class Cache:
             self.stats.no_room += 1
             lease.forget_after(num_known)
         return step
-
-    def _send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
-        steps, keeper = self._steps, self._keeper
-        kept = [p for p in lease.keeps if p <= end] if lease.keeps else lease.keeps
-        num_blocks = -(-end // self.block_tokens) - steps.num_table_blocks(lease) if lease.named_tables else 0
-        if num_blocks > 0 or kept or (lease.states and True in steps.fresh_states(lease, may_cut)):
-            room = steps.room_for(lease, max(0, num_blocks), may_cut, kept, end)
-            if isinstance(room, NoRoom):
-                return room
-            if num_blocks > 0:
-                steps.add_blocks(lease, num_blocks)
-            self._leasing.settle_tail(lease)
-            chains = steps.add_segments(lease, start, end, num_known, room, may_cut)
-            segments = dict(zip(self._state_group, chains, strict=True))
-        else:
-            segments = steps.decode_segments(lease, start, end, num_known)
-        keeper.in_flight[lease.id] = lease
-        keeper.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
-        tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
-        return StepTables(start, end, self.block_tokens, tables, segments)
-
-    def _send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
-        """A step whose tokens from `start` up to `first` are loaded; there, a state is kept for others to find."""
-        steps, keeps = self._steps, lease.keeps
-        kept = [p for p in keeps if first <= p <= end]
-        if self._keeper.needs_checkpoints and first % self.block_tokens == 0:
-            kept = sorted({first, *kept})
-        num_blocks = max(0, -(-end // self.block_tokens) - steps.num_table_blocks(lease)) if lease.named_tables else 0
-        unseen = steps.unseen_blocks(lease, num_blocks, first)
-        room = steps.room_for(lease, num_blocks, True, kept, end, unseen)
-        if isinstance(room, NoRoom):
-            return room
-        if self._state_group and first < end and first not in room:
-            return NoRoom("no page for the state that is loaded")
-        if first in kept:
-            lease.wanted.setdefault(first, Kind.BRANCH)
-        if num_blocks:
-            steps.add_blocks(lease, num_blocks, unseen)
-        self._leasing.settle_tail(lease)
-        chains = steps.add_segments(lease, start, end, lease.num_tokens, room, True)
-        assert lease.step is not None
-        lease.step.loaded_to = first
-        lease.keeps = [p for p in keeps if p > first]
-        self._keeper.in_flight[lease.id] = lease
-        self._keeper.run_operations()
-        loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_group, chains, strict=True)})
-        segments = {name: chain[1:] for name, chain in zip(self._state_group, chains, strict=True)}
-        tables = {name: table[:] for name, table in lease.named_tables.items()}
-        return StepTables(first, end, self.block_tokens, tables, segments, loaded)
 
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
@@ -412,34 +368,6 @@ class Cache:
                 known = [group.name for group in groups if group.role is Role.TAP]
                 raise CacheError(f"no tap {name!r}: the cache has {known or 'none'}")
         return tuple(self._token_group[name] for name in taps)
-
-    def _find_leader(self, path: Sequence[Step], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
-        """A lease that stands where the path ends and computes what comes next in `tokens`."""
-        if not path:
-            return None, 0
-        node, num_blocks = path[-1]
-        first, size = node.end, self.block_tokens * TOKEN_BYTES
-        if num_blocks < node.num_blocks or first >= max_blocks:
-            return None, 0
-        leader = node.computing.get(tokens[first * size : (first + 1) * size])
-        if leader is None:
-            return None, 0
-        ahead = leader.tokens[first * size : leader.prompt_tokens * TOKEN_BYTES]
-        most = min(len(ahead) // size, max_blocks - first)
-        return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
-
-    def _find_rebuilder(self, key: bytes, tokens: bytes, max_blocks: int, position: int) -> tuple[Lease | None, int]:
-        """A lease that computes a known prefix again, for want of a state: it can leave one where the two part."""
-        best, most, size = None, position, self.block_tokens * TOKEN_BYTES
-        for lease in self._keeper.leases.values():
-            if lease.computed < lease.prompt_tokens and lease.root_key == key and not (lease.is_pin or lease.aborted):
-                blocks = min(lease.prompt_tokens // self.block_tokens, max_blocks)
-                if not blocks or lease.tokens[:size] != tokens[:size]:
-                    continue
-                shared = common_blocks(lease.tokens, tokens, 0, blocks, size) * self.block_tokens
-                if shared > max(most, lease.computed):
-                    best, most = lease, shared
-        return best, most if best is not None else 0
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
         if not self._keeper.needs_checkpoints:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from hybridkv.cache.arena import NULL_PAGE, Pool
 from hybridkv.cache.lease import Lease
+from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.pools import Pool
 
 Needs = dict[Pool, int]
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.cache.arena import NULL_PAGE, Pages, Slab, make_pages
+from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.policy import Kind, Rating
+from hybridkv.cache.pools import Slab
 from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hybridkv.cache.arena import NULL_PAGE, make_pages
 from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
+from hybridkv.cache.pages import NULL_PAGE, make_pages
 
 
 def check_integrity(keeper: Keeper) -> None:

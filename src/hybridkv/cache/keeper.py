@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.cache import held
-from hybridkv.cache.arena import NULL_PAGE, Arena, Operation, Pages, Slab, make_pages
+from hybridkv.cache.arena import Arena
 from hybridkv.cache.eviction import EvictionQueue, is_superseded
 from hybridkv.cache.held import Needs
 from hybridkv.cache.history import History
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom
+from hybridkv.cache.operations import Operation
+from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.policy import EvictionPolicy
+from hybridkv.cache.pools import Slab
 from hybridkv.cache.stats import CacheStats, Events
 
 _EVICT_AHEAD = 8

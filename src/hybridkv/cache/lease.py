@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridkv.cache.arena import Pages, Slab, make_pages
 from hybridkv.cache.index import Checkpoint, Node, State
+from hybridkv.cache.pages import Pages, make_pages
 from hybridkv.cache.policy import Kind, Numbers
+from hybridkv.cache.pools import Slab
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 

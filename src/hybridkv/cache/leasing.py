@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybridkv.cache.arena import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.held import Needs
 from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
+from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.policy import Kind
 from hybridkv.cache.resume import Resume, ResumeRule
 from hybridkv.cache.tokens import TOKEN_BYTES

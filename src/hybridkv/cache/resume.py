@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from hybridkv.cache.arena import NULL_PAGE
 from hybridkv.cache.index import Checkpoint, Step
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
+from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.tokens import TOKEN_BYTES
 
 NO_HOLE = -1
