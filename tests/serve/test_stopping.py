@@ -91,9 +91,10 @@ def test_a_long_text_holds_nobody_up(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the server's end nor the process': nothing stops a tokenizer."""
-    has_begun, may_end = threading.Event(), threading.Event()
+    has_begun, may_end, tokenizing = threading.Event(), threading.Event(), []
 
     def slow(text: Any) -> Any:
+        tokenizing.append(threading.current_thread())
         has_begun.set()
         may_end.wait(10)
         raise AssertionError("nobody waits for it")
@@ -103,7 +104,8 @@ def test_a_long_text_holds_nobody_up(
     with serving(engine, drain_s=0) as served:
         client = Client(served, prompt="x" * 300_000)
         assert has_begun.wait(10)
-    [thread] = [one for one in threading.enumerate() if one.name == "hybridkv-long-texts" and one.is_alive()]
+    [thread] = tokenizing
+    assert thread.is_alive()
     assert thread.daemon
     assert client.read_all().startswith(b"HTTP/1.1 503")
     assert outcomes(caplog) == ["stopped"]
