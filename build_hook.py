@@ -45,6 +45,7 @@ class CompileCore(BuildHookInterface[Any]):
         command = [sys.executable, "setup.py", "build_ext", "--inplace", *map(str, modules)]
         done = subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
+            shutil.rmtree(copy)
             raise RuntimeError(f"the cache core could not be compiled; without {ASK} it need not be:\n{done.stdout}")
         for built in (*copy.glob("*.so"), *copy.glob("hybridkv/cache/*.so")):
             build_data["force_include"][str(built)] = str(built.relative_to(copy))
