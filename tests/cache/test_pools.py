@@ -1,0 +1,37 @@
+"""Pages by the hundred take another way than a few: the outcome is the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hybridkv.cache.arena import Arena
+from hybridkv.cache.pages import MANY_PAGES, make_pages
+from hybridkv.cache.pools import Slab
+
+
+@pytest.mark.parametrize("count", [8, MANY_PAGES, MANY_PAGES + 1, 3 * MANY_PAGES])
+def test_holds_are_counted_page_by_page(count: int) -> None:
+    pool = Arena(64, {"pool": 64}).pools["pool"]
+    pool.share_pages(64)
+    pages = make_pages(range(64, 64 + count))
+    twice, thrice = pages[::2], pages[::4]
+    pool.add_holds(twice)
+    pool.add_holds(thrice)
+    assert set(pool.drop_holds(pages)) == set(pages) - set(twice)
+    assert set(pool.drop_holds(twice)) == set(twice) - set(thrice)
+    assert list(pool.drop_holds(thrice)) == list(thrice)
+    assert not any(pool.holds)
+
+
+@pytest.mark.parametrize("count", [8, MANY_PAGES, 3 * MANY_PAGES])
+def test_pages_given_back_in_any_order_empty_their_slabs(count: int) -> None:
+    arena, slabs = Arena(2 * count, {"pool": 8}), set[Slab]()
+    pool = arena.pools["pool"]
+    pages = list(arena.take(pool, count, slabs))
+    random.Random(0).shuffle(pages)
+    arena.give_back(pool, pages)
+    assert arena.slabs_in_use() == {"pool": 0}
+    assert pool.num_free == 0
+    arena.check_integrity({})
