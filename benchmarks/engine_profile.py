@@ -1,8 +1,9 @@
 """Where the time of a call goes, by kind of operation, from torch's profiler. The same for every peer.
 
-Only the calling thread is looked at: the time of a parallel operation is the time it held that thread. What no
-operation accounts for is Python: the scheduler, the cache's books, the model's own code, dispatch. The profiler costs a
-few microseconds an operation, so code of many small operations looks slower here than it is.
+All threads that call operations are looked at, and one of them has a model: the time of a parallel operation is the
+time it held that thread. What no operation accounts for is Python: the scheduler, the cache's books, the model's own
+code, dispatch. The profiler costs a few microseconds an operation, so code of many small operations looks slower here
+than it is.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ def kind_of(operation: str) -> str:
 
 def breakdown(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
     """Shares of the wall time by kind, and the operations that took most."""
+    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    everyone = _ExperimentalConfig(profile_all_threads=True)  # an engine computes on a thread of its own
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everyone) as prof:
         begin = time.perf_counter()
         call()
         wall_s = time.perf_counter() - begin

@@ -1,26 +1,38 @@
-"""Packed weights say what plain ones say, to the rounding of bfloat16, and nothing reads a weight that is gone."""
+"""Packed weights say what plain ones say, to the rounding of their dtype, and nothing reads a weight that is gone."""
 
 from __future__ import annotations
 
+import platform
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from hybridkv import Engine
+from hybridkv.engine import packing
 from hybridkv.engine.packing import PackedLinear, can_pack, pack_weights
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import FAMILIES, fresh, prompt
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
-)
+HAS_BF16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+IS_ARM = platform.machine() == "aarch64"
+DTYPES = [torch.bfloat16] * HAS_BF16 + [torch.float32] * IS_ARM
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+pytestmark = pytest.mark.skipif(not DTYPES, reason="this CPU gains nothing from packed weights")
+needs_bf16 = pytest.mark.skipif(not HAS_BF16, reason="this CPU does not compute in bfloat16")
+needs_arm = pytest.mark.skipif(not IS_ARM, reason="float32 weights are packed on ARM alone")
 
 
-def in_bf16(family: str) -> Any:
-    return fresh(family).to(torch.bfloat16)
+def in_dtype(family: str, dtype: torch.dtype) -> Any:
+    return fresh(family).to(dtype)
+
+
+def num_packed(model: Any) -> int:
+    return sum(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def logits(model: Any) -> Any:
@@ -30,20 +42,24 @@ def logits(model: Any) -> Any:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 200])
-def test_a_packed_linear_layer(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_linear_layer(dtype: torch.dtype, rows: int, bias: bool) -> None:
     torch.manual_seed(0)
-    linear, x = nn.Linear(96, 72, bias=bias).bfloat16(), torch.randn(2, rows, 96).bfloat16()
+    linear, x = nn.Linear(96, 72, bias=bias).to(dtype), torch.randn(2, rows, 96).to(dtype)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_runs_packed(family: str) -> None:
-    plain = logits(in_bf16(family))
-    model = in_bf16(family)
+def test_every_family_runs_packed(family: str, dtype: torch.dtype) -> None:
+    plain = logits(in_dtype(family, dtype))
+    model = in_dtype(family, dtype)
     pack_weights(model)
-    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert num_packed(model)
     difference = (logits(model) - plain).abs()
+    if dtype == torch.float32:
+        assert float(difference.max()) < 1e-4
     assert float(difference.median()) < 0.05  # where a router's choice is close, single tokens may differ by more
     with Engine(model, memory="8MiB", device="cpu", max_step_tokens=32, max_running=4) as engine:
         first, again = (engine.generate(prompt(60, 1), GREEDY, progress=False)[0] for _ in range(2))
@@ -51,10 +67,11 @@ def test_every_family_runs_packed(family: str) -> None:
     assert len(first.token_ids) == 8
 
 
+@needs_bf16
 @pytest.mark.parametrize("rows", [1, 3, 50])  # of one row, most experts get nothing
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "deepseek_v3"])
 def test_packed_experts_say_what_the_stock_ones_say(family: str, rows: int) -> None:
-    plain, packed = in_bf16(family), in_bf16(family)
+    plain, packed = (in_dtype(family, torch.bfloat16) for _ in range(2))
     pack_weights(packed)
     stock, ours = (next(m for m in model.modules() if hasattr(m, "num_experts") and hasattr(m, "down_proj"))
                    for model in (plain, packed))  # fmt: skip
@@ -67,12 +84,46 @@ def test_packed_experts_say_what_the_stock_ones_say(family: str, rows: int) -> N
         torch.testing.assert_close(ours(x, index, weights), stock(x, index, weights), rtol=5e-2, atol=5e-2)
 
 
-def test_only_what_there_is_to_gain_from_is_packed(tmp_path: Any) -> None:
-    assert not can_pack(fresh("llama"))
-    assert can_pack(in_bf16("llama"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_that_is_the_embedding_is_copied_only_where_that_is_little(dtype: torch.dtype) -> None:
+    tied = in_dtype("gemma3", dtype)
+    embedding = tied.get_input_embeddings().weight
+    assert tied.lm_head.weight is embedding
+    with patch.object(packing, "_COPY_SHARE", 10**6):
+        pack_weights(tied)
+    assert tied.lm_head.weight is embedding
+    with patch.object(packing, "_COPY_SHARE", 1):
+        pack_weights(tied)
+    assert isinstance(tied.lm_head, PackedLinear)
+    assert tied.get_input_embeddings().weight is embedding
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_weights_of_the_engine_are_packed(dtype: torch.dtype, tmp_path: Any) -> None:
     save_checkpoint("llama", tmp_path)
-    with Engine(tmp_path, memory="4MiB", device="cpu", dtype="bfloat16") as engine:
-        assert any(isinstance(module, PackedLinear) for module in engine.core.runner.model.modules())
-    model = in_bf16("llama")
+    name = str(dtype).removeprefix("torch.")
+    with Engine(tmp_path, memory="4MiB", device="cpu", dtype=name) as engine:
+        assert num_packed(engine.core.runner.model)
+    model = in_dtype("llama", dtype)
     with Engine(model, memory="4MiB", device="cpu"):
-        assert not any(isinstance(module, PackedLinear) for module in model.modules())  # it is the caller's
+        assert not num_packed(model)  # it is the caller's
+
+
+@needs_bf16
+def test_bfloat16_is_packed_where_the_cpu_computes_in_it() -> None:
+    assert can_pack(in_dtype("llama", torch.bfloat16))
+    assert can_pack(in_dtype("llama", torch.float32)) == IS_ARM
+
+
+@needs_arm
+def test_float32_is_packed_unless_requests_come_one_at_a_time(tmp_path: Any) -> None:
+    model = fresh("llama")
+    assert can_pack(model)
+    assert not can_pack(model, is_alone=True)
+    save_checkpoint("qwen3_next", tmp_path)
+    with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32", max_running=1) as engine:
+        assert not num_packed(engine.core.runner.model)
+    with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32") as engine:
+        served = engine.core.runner.model
+        assert num_packed(served)
+        assert not any(hasattr(module, "packed_up") for module in served.modules())  # experts get a token or two

@@ -73,7 +73,7 @@ def test_pages_equal_the_reference_and_hidden_slots_do_not_matter(
     step: Step, layout: str, heads: tuple[int, int], extras: dict[str, Any], tile: int, padding: int, short: int
 ) -> None:
     with (
-        patch.object(cover, "TILE_TOKENS", tile),
+        patch.object(cover, "TILE_TOKENS_CPU", tile),
         patch.object(cover, "FREE_PADDING_TOKENS", padding),
         patch.object(cover, "SHORT_TOKENS", short),
     ):
@@ -85,7 +85,7 @@ def test_pages_equal_the_reference_and_hidden_slots_do_not_matter(
 def test_gathered_tokens_equal_the_reference(
     step: Step, heads: tuple[int, int], dims: tuple[int, int], extras: dict[str, Any], tile: int, short: int
 ) -> None:
-    with patch.object(cover, "TILE_TOKENS", tile), patch.object(cover, "SHORT_TOKENS", short):
+    with patch.object(cover, "TILE_TOKENS_CPU", tile), patch.object(cover, "SHORT_TOKENS", short):
         problem = Problem(step, "tokens", heads, dims, **extras)
         problem.check(problem.attend_visible())
         problem.check(problem.attend())

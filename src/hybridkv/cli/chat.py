@@ -53,7 +53,7 @@ def chat_command(
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
     with EngineOptions(
-        model, memory, dtype, device, trust_remote_code, store, stream, compile=compile
+        model, memory, dtype, device, trust_remote_code, store, stream, max_running=1, compile=compile
     ).start() as engine:
         messages = [{"role": "system", "content": system}] if system else []
         while line := _ask():

@@ -68,8 +68,9 @@ def generate_command(
     """
     wanted = _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
+    at_once = min(256, max(1, len(wanted) * n))
     with EngineOptions(
-        model, memory, dtype, device, trust_remote_code, store, stream, compile=compile
+        model, memory, dtype, device, trust_remote_code, store, stream, max_running=at_once, compile=compile
     ).start() as engine:
         for result, prompt in zip(engine.generate(wanted, params, progress=sys.stderr.isatty()), wanted, strict=True):
             if as_json:

@@ -112,6 +112,7 @@ class EngineCore:
         if not scheduled:
             return updates
         self.steps += 1
+        begin = time.perf_counter()
         try:
             with self._timed("model"):
                 logits = self._run(scheduled)
@@ -120,6 +121,9 @@ class EngineCore:
                 sampled = self._sampler.sample(logits if picked is None else logits[picked], rows)
         except Exception as error:
             return updates + self._failed(scheduled, error)
+        if self.streaming is None or not self.streaming.is_busy:  # waiting for a store says nothing of the model
+            num_tokens = sum(tables.end - tables.start for _, tables in scheduled)
+            self.scheduler.pace.observe(num_tokens, time.perf_counter() - begin)
         with self._timed("commit"):
             return updates + self._commit(scheduled, sampled)
 

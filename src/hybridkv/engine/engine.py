@@ -96,6 +96,7 @@ class Engine:
                 tokenizer=tokenizer,
                 trust_remote_code=trust_remote_code,
                 with_identity=opened is not None,
+                is_alone=max_running == 1,
             )
             self.core = build_core(loaded, settings, opened)
         except BaseException:

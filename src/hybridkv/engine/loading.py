@@ -55,8 +55,12 @@ def load(
     tokenizer: str | Path | Any | None = None,
     trust_remote_code: bool = False,
     with_identity: bool = False,
+    is_alone: bool = False,
 ) -> LoadedModel:
-    """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine."""
+    """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine.
+
+    `is_alone`: it will compute one sample at a time.
+    """
     where = choose_device(device)
     path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
@@ -69,7 +73,7 @@ def load(
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
     identity = model_identity(loaded) if with_identity else ""  # before weights are packed
-    if path is not None and can_pack(loaded):
+    if path is not None and can_pack(loaded, is_alone=is_alone):
         pack_weights(loaded)
     spec = read_config(
         _as_loaded(loaded),

@@ -1,8 +1,9 @@
 """Who computes how many tokens in the next step. No phases: a decoding request is one with a single token to go.
 
 Everyone who decodes gets one token first, so that no prompt holds them up; what is left of the budget goes to prompts,
-oldest first. Where memory runs out the youngest goes back to the queue, in its old place, and what it has computed is
-kept if it can be. The oldest is never preempted by others, so everything ends.
+oldest first, but no further prompt is put into a step that is long enough as it is. Where memory runs out the youngest
+goes back to the queue, in its old place, and what it has computed is kept if it can be. The oldest is never preempted
+by others, so everything ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables, extend_some
+from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
 from hybridkv.engine.streaming import Streaming
 
@@ -35,6 +37,7 @@ class Scheduler:
         self.streaming = streaming
         self.max_step_tokens = max_step_tokens
         self.max_running = max_running
+        self.pace = Pace()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.preempted = 0
@@ -74,16 +77,18 @@ class Scheduler:
         for sample in [one for one in self.running if one.is_idle and one.remaining == 1]:
             self._send_off(sample, 1, step, stuck)
         budget = self.max_step_tokens - len(step)
-        self._admit(budget)
+        enough = min(budget, self.pace.enough_tokens)
+        self._admit(enough)
+        fed = 0
         for sample in [one for one in self.running if one.is_idle]:
-            if budget > 0 and sample.lease is not None and sample not in stuck:
-                budget -= self._send_off(sample, min(sample.to_compute, budget), step, stuck)
+            if fed < enough and sample.lease is not None and sample not in stuck:
+                fed += self._send_off(sample, min(sample.to_compute, budget - fed), step, stuck)
         return step, stuck
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int) -> None:
-        """Start as many as the budget can feed; they take no pages yet.
+    def _admit(self, enough: int) -> None:
+        """Start as many as have enough tokens together; they take no pages yet.
 
         Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before
         its step is sent off that a checkpoint is wanted where they part.
@@ -99,7 +104,7 @@ class Scheduler:
                 continue
             if self.streaming is not None and not self.streaming.is_ready(sample):
                 continue
-            if unfed < budget:
+            if unfed < enough:
                 self._start(sample)
                 unfed += sample.to_compute
 

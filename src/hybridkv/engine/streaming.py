@@ -71,6 +71,11 @@ class Streaming:
     def num_loading(self) -> int:
         return len(self._loading)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is loaded: beside the present step, or for it."""
+        return bool(self._loading or self._in_step)
+
     def is_loading(self, sample: Sample) -> bool:
         """Whether it waits for a load that is a step of its own."""
         return any(one.sample is sample for one in self._loading)

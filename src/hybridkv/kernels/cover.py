@@ -16,6 +16,9 @@ SHORT_TOKENS = 8
 """Spans up to this long are batched with others of their length."""
 TILE_TOKENS = 512
 """Queries of a long span that one call takes: bounds the mask, and what a window does not see is not multiplied."""
+TILE_TOKENS_CPU = 128
+"""On a CPU calls cost little, and torch's kernel multiplies each query with the next 512 keys, hidden or not: cut into
+tiles, causal attention of 300 to 1,000 tokens takes 10 to 30% less."""
 FREE_PADDING_TOKENS = 256
 """Padding that costs less than one more call."""
 PADDING_SHARE = 4
@@ -68,11 +71,12 @@ def see(span: Span, sight: Sight, block_tokens: int) -> Visible:
     return Visible(span, first, first // block_tokens, -(-span.end // block_tokens))
 
 
-def cut_tiles(span: Span, sight: Sight) -> list[Tile]:
+def cut_tiles(span: Span, sight: Sight, *, on_cpu: bool) -> list[Tile]:
     """A span's tiles. None crosses a chunk: so inside a tile the mask depends on key minus query only."""
     tiles, start = [], span.start
-    # Narrow windows want narrow tiles: each query is multiplied with all keys that its tile sees.
-    num_queries = TILE_TOKENS if sight.window is None else max(TILE_TOKENS // 4, min(sight.window, TILE_TOKENS))
+    num_queries = TILE_TOKENS_CPU if on_cpu else TILE_TOKENS
+    if sight.window is not None:  # narrow windows want narrow tiles: a query is multiplied with all its tile sees
+        num_queries = max(num_queries // 4, min(sight.window, num_queries))
     while start < span.end:
         end = min(span.end, start + num_queries)
         if sight.chunk is not None:

@@ -74,7 +74,7 @@ def _one_token(
         of = slice(here.start * heads, here.stop * heads)
         state = state.view(-1, dk, dv)
         read = reads[of].baddbmm_(readers[of], state)
-        state.mul_(decay[of]).baddbmm_(writers[of], read[:, :1])
+        state.mul_(decay[of]).addcmul_(writers[of], read[:, :1])
     reads = reads.view(n, heads, 2, dv)
     ones.put(torch.addcmul(reads[:, :, 1], reads[:, :, 0], own), out)
 

@@ -72,14 +72,7 @@ def make_token_table(
             for at, members in enumerate(buckets)
         ],
         tiled_spans=[
-            TiledSpan(
-                visible=visibles[index],
-                tiles=cut_tiles(spans[index], sight),
-                square=is_square(spans[index], sight),
-                pages=span_pages,
-                origin=visibles[index].first_block * block_tokens,
-                picks=slice(starts[index], starts[index + 1]),
-            )
+            _make_tiled(visibles[index], sight, span_pages, slice(starts[index], starts[index + 1]), block_tokens)
             for index, span_pages in zip(long, rest[5 * len(buckets) :], strict=True)
         ],
         host_pages=host_pages,
@@ -143,6 +136,13 @@ def _make_bucket(
         first=first.view(-1, num_queries, 1),
         last=last.view(-1, num_queries, 1),
     )
+
+
+def _make_tiled(visible: Visible, sight: Sight, pages: torch.Tensor, picks: slice, block_tokens: int) -> TiledSpan:
+    on_cpu = pages.device.type == "cpu"
+    tiles = cut_tiles(visible.span, sight, on_cpu=on_cpu)
+    is_whole = is_square(visible.span, sight) and (len(tiles) == 1 or not on_cpu)
+    return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * block_tokens, picks)
 
 
 def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) -> None:
