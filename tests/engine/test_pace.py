@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from hybridkv.engine.pace import Pace
-from tests.engine.drive import Driver
+from tests.engine.drive import GREEDY, Driver
 from tests.engine.zoo import build, prompt
 
 
@@ -39,7 +40,9 @@ def test_nothing_is_held_back_before_both_kinds_of_steps_were_seen() -> None:
 def test_enough_is_when_tokens_take_four_times_what_a_step_does(
     step_s: float, token_s: float, least: int, most: int
 ) -> None:
-    assert least <= observed(step_s, token_s).enough_tokens <= most
+    pace = observed(step_s, token_s)
+    assert least <= pace.enough_tokens <= most
+    assert pace.most_tokens == 4 * pace.enough_tokens
 
 
 def test_single_slow_steps_do_not_matter() -> None:
@@ -51,8 +54,9 @@ def test_single_slow_steps_do_not_matter() -> None:
 
 
 def test_no_limit_where_more_tokens_take_no_longer() -> None:
-    assert observed(0.06, 0.0).enough_tokens == sys.maxsize
-    assert observed(0.06, -0.00001).enough_tokens == sys.maxsize
+    for token_s in (0.0, -0.00001):
+        assert observed(0.06, token_s).enough_tokens >= sys.maxsize
+        assert observed(0.06, token_s).most_tokens >= sys.maxsize
 
 
 def test_further_prompts_wait_for_the_next_step_once_it_is_long_enough() -> None:
@@ -79,6 +83,19 @@ def test_a_prompt_longer_than_enough_takes_what_the_budget_has() -> None:
     assert [len(work.tokens) for work in driver.runner.work] == [50]
     driver.step()
     assert [len(work.tokens) for work in driver.runner.work] == [1, 10]
+    driver.run()
+
+
+def test_a_prompt_is_cut_shorter_while_others_decode() -> None:
+    driver = Driver(build("qwen3_next"), max_step_tokens=200)
+    driver.core.scheduler.pace.enough_tokens, driver.core.scheduler.pace.most_tokens = 20, 60
+    driver.add("quick", prompt(10, 1), replace(GREEDY, max_tokens=3))
+    driver.add("long", prompt(300, 2))
+    lengths = []
+    for _ in range(4):
+        driver.step()
+        lengths.append([len(work.tokens) for work in driver.runner.work])
+    assert lengths == [[10, 190], [1, 60], [1, 50], [1]]
     driver.run()
 
 

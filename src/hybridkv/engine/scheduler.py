@@ -1,9 +1,9 @@
 """Who computes how many tokens in the next step. No phases: a decoding request is one with a single token to go.
 
 Everyone who decodes gets one token first, so that no prompt holds them up; what is left of the budget goes to prompts,
-oldest first, but no further prompt is put into a step that is long enough as it is. Where memory runs out the youngest
-goes back to the queue, in its old place, and what it has computed is kept if it can be. The oldest is never preempted
-by others, so everything ends.
+oldest first, but no further prompt is put into a step that is long enough as it is, and none makes it much longer while
+others decode. Where memory runs out the youngest goes back to the queue, in its old place, and what it has computed is
+kept if it can be. The oldest is never preempted by others, so everything ends.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Scheduler:
         for sample in [one for one in self.running if one.is_idle and one.remaining == 1]:
             self._send_off(sample, 1, step, stuck)
         budget = self.max_step_tokens - len(step)
+        if step:
+            budget = min(budget, self.pace.most_tokens)
         enough = min(budget, self.pace.enough_tokens)
         self._admit(enough)
         fed = 0
