@@ -113,7 +113,7 @@ def test_a_fault_costs_time_and_nothing_else(case: str, family: str, mode: str, 
     kind, reason = CASES[case]
     below = copy_of(filled(family, STORED))
     store = GarbageStore(below)
-    timeout_s = 0.05 if kind is Kind.SLOW else 20.0
+    timeout_s = 0.25 if kind is Kind.SLOW else 20.0
     driver = StreamDriver(model_of(family), store, mode, streamer_options={"load_timeout_s": timeout_s})
     fault = make_fault(driver, kind, where)
     serve(driver, count, fail=lambda: store.faults.append(fault))

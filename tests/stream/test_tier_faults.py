@@ -86,7 +86,7 @@ def test_a_fault_above_is_made_good_from_below(case: str, family: str, mode: str
     kind, reason = CASES.get(case, (Kind.FAIL_LOOKUP, "fault"))
     is_slow = kind is Kind.SLOW
     stored = filled(family, STORED)
-    pair = Pair(family, mode, copy_of(stored), copy_of(stored), load_timeout_s=0.05 if is_slow else 20.0)
+    pair = Pair(family, mode, copy_of(stored), copy_of(stored), load_timeout_s=0.25 if is_slow else 20.0)
     fault = Fault(kind) if case == "lookup_raises" else make_fault(pair.driver, kind, where)
     serve(pair.driver, 2, fail=lambda: pair.above.faults.append(fault))
     assert fault.struck
@@ -110,7 +110,7 @@ def test_a_fault_below_costs_time_and_moves_nothing_up(
 ) -> None:
     kind, reason = CASES[case]
     above = copy_of(filled(family, STORED)) if has_some_above else plain_store()
-    timeout_s = 0.05 if kind is Kind.SLOW else 20.0
+    timeout_s = 0.25 if kind is Kind.SLOW else 20.0
     pair = Pair(family, mode, above, copy_of(filled(family, STORED)), load_timeout_s=timeout_s)
     fault = make_fault(pair.driver, kind, where)
     if has_some_above:  # all that the fault does not concern
