@@ -237,7 +237,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="play everything once more under torch's profiler")
     parser.add_argument("--ours-options", default="{}", help="more arguments of our Engine, as JSON")
     parser.add_argument(
-        "--vllm-options", default="{}", help='of vLLM\'s EngineArgs; {"enforce_eager": true} starts sooner'
+        "--vllm-options",
+        default="{}",
+        help='of vLLM\'s EngineArgs; {"enforce_eager": true} starts sooner, {"block_size": "default"} is its own choice',
     )
     parser.add_argument("--preload", help="LD_PRELOAD of every peer; default: Intel's OpenMP of vLLM's environment")
     parser.add_argument("--timeout-s", type=float, default=900, help="for one peer on one model")

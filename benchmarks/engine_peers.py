@@ -174,6 +174,7 @@ class Vllm(Peer):
         from vllm import EngineArgs, LLMEngine
 
         options = vllm_options(model_dir) | options
+        options = {name: value for name, value in options.items() if value != "default"}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(model=model_dir, dtype=dtype, skip_tokenizer_init=True, disable_log_stats=True, **options)
         )
