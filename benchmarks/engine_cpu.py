@@ -239,7 +239,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--vllm-options",
         default="{}",
-        help='of vLLM\'s EngineArgs; {"enforce_eager": true} starts sooner, {"block_size": "default"} is its own choice',
+        help='of vLLM\'s EngineArgs; {"enforce_eager": true} starts sooner, {"block_size": "default"} is its own',
     )
     parser.add_argument("--preload", help="LD_PRELOAD of every peer; default: Intel's OpenMP of vLLM's environment")
     parser.add_argument("--timeout-s", type=float, default=900, help="for one peer on one model")
