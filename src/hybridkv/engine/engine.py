@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY
@@ -129,10 +130,9 @@ class Engine:
         `params`: for all of them, or one each. `salt`: requests with different salts never share anything. Bad prompts
         and parameters are refused before any of them starts.
         """
-        requests = [self.prepare(prompt) for prompt in as_list(prompts)]
-        chosen = one_each(params, len(requests))
-        for prompt, one in zip(requests, chosen, strict=True):
-            self.check(prompt, one)
+        asked = as_list(prompts)
+        chosen = one_each(params, len(asked))
+        requests = self._checked(asked, chosen)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
@@ -150,7 +150,7 @@ class Engine:
     ) -> AsyncIterator[Update]:
         """Updates as tokens come; the last one has the whole result. Leaving the loop early aborts the request."""
         ready = self.prepare(prompt)
-        chosen = params or SamplingParams()
+        [chosen] = one_each(params, 1)
         self.check(ready, chosen)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
@@ -177,11 +177,12 @@ class Engine:
             return prompt
         if isinstance(prompt, str):
             return Prompt(self._need_tokenizer().encode(check_text(prompt)))
-        try:
-            return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
-        except TypeError:
+        ids: Any = prompt.tolist() if isinstance(prompt, (np.ndarray, Tensor)) else prompt
+        if isinstance(ids, bytes) or not isinstance(ids, Sequence):
             kind = type(prompt).__name__
-            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt") from None
+            hint = "; render_chat makes one of messages" if isinstance(prompt, Mapping) else ""
+            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt{hint}")
+        return Prompt(list(ids))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
@@ -246,6 +247,19 @@ class Engine:
         self.close()
 
     # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _checked(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Prompt]:
+        """All of them, ready to start. What is wrong with one of several says which."""
+        ready: list[Prompt] = []
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True), 1):
+            try:
+                ready.append(self.prepare(prompt))
+                self.check(ready[-1], one)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompt {number} of {len(prompts)}: {error}", error.param) from None
+        return ready
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
