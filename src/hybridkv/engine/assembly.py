@@ -89,6 +89,12 @@ def memory_bytes(memory: str | int) -> int:
     return memory
 
 
+def check_whole(name: str, value: object, *, optional: bool = False) -> None:
+    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
+        return
+    raise HybridKVError(f"{name} {value!r}: pass a whole number{', or None for a default' if optional else ''}")
+
+
 def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
     """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
     step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens

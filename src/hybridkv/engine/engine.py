@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY
 from hybridkv.cache.tokens import pack_tokens
-from hybridkv.engine.assembly import Settings, as_store, build_core, check_limits, memory_bytes
+from hybridkv.engine.assembly import Settings, as_store, build_core, check_limits, check_whole, memory_bytes
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
@@ -40,10 +41,10 @@ class Engine:
         model: str | Path | PreTrainedModel,
         *,
         memory: str | int = "2GiB",
-        dtype: str = "auto",
-        device: str = "auto",
-        kv_dtype: str | None = None,
-        state_dtype: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        kv_dtype: str | torch.dtype | None = None,
+        state_dtype: str | torch.dtype | None = None,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         attn_pack_size: int | None = None,
         row_layers: int | None = None,
@@ -72,6 +73,11 @@ class Engine:
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
+        check_whole("block_tokens", block_tokens)
+        check_whole("max_running", max_running)
+        optional = {"attn_pack_size": attn_pack_size, "row_layers": row_layers, "seed": seed}
+        for name, value in {**optional, "max_step_tokens": max_step_tokens, "max_length": max_length}.items():
+            check_whole(name, value, optional=True)
         settings = Settings(
             memory_bytes=memory_bytes(memory),
             block_tokens=block_tokens,
