@@ -60,7 +60,7 @@ def render_chat(
     if not messages:
         raise RequestError("a chat needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
-        raise RequestError("this model's tokenizer has no chat template: pass a plain prompt instead")
+        raise RequestError("this model's tokenizer has no chat template: pass a plain prompt")
     text = check_text(_render(tokenizer, messages, add_generation_prompt, options or {}))
     ends = []
     for count in sorted({1, *range(max(1, len(messages) - _LAST_ENDS), len(messages))} - {len(messages)}):
