@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY
 from hybridkv.cache.tokens import pack_tokens
-from hybridkv.engine.assembly import Settings, as_store, build_core, check_limits, check_whole, memory_bytes
+from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, memory_bytes
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
@@ -73,11 +73,14 @@ class Engine:
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
-        check_whole("block_tokens", block_tokens)
-        check_whole("max_running", max_running)
-        optional = {"attn_pack_size": attn_pack_size, "row_layers": row_layers, "seed": seed}
-        for name, value in {**optional, "max_step_tokens": max_step_tokens, "max_length": max_length}.items():
-            check_whole(name, value, optional=True)
+        limits = {"max_step_tokens": max_step_tokens, "max_length": max_length}
+        check_kinds(
+            whole={"block_tokens": block_tokens, "max_running": max_running},
+            optional={"attn_pack_size": attn_pack_size, "row_layers": row_layers, **limits},
+            seed=seed,
+            policy=policy,
+            trust=trust_remote_code,
+        )
         settings = Settings(
             memory_bytes=memory_bytes(memory),
             block_tokens=block_tokens,
