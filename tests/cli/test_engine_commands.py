@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -237,6 +240,45 @@ def test_files_that_are_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in complaint(capsys, ["generate", "x", "-f", str(path)])
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = complaint(capsys, ["generate", "x", "-f", str(tmp_path)])
+    assert f"cannot read {tmp_path}: Is a directory; name a file" in error
+
+
+def test_a_dash_is_standard_input_by_line(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, "one\n\ntwo\n")
+    assert len(reports(capsys, checkpoint, "-f", "-", *GREEDY)) == 2
+
+
+def test_only_a_newline_ends_a_line_of_a_file(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "one\u2028line"}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert len(reports(capsys, checkpoint, "-f", str(path), *GREEDY)) == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reply_that_fails_takes_no_other_along(
+    options: list[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybridkv.engine import Completion, Engine, Metrics, Result
+
+    def generate(engine: Engine, prompts: list[str], *args: Any, **kwargs: Any) -> list[Result]:
+        failed = Completion(0, [], "", "error", None, None, "no logits")
+        fine = Completion(0, [5], "fine", "stop", None, None)
+        return [Result("a", [5], 0, [one], Metrics(0.0, 0.0, 0.0, 0.0, 0)) for one in (failed, fine)]
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    capsys.readouterr()
+    assert run(["generate", checkpoint, "-p", "one", "-p", "two", *GREEDY, *options]) == 2
+    captured = capsys.readouterr()
+    assert "fine" in captured.out
+    assert captured.err == "hybridkv: error: 1 of 2 replies failed: no logits\n"
+
+
 @pytest.mark.parametrize("stdin", [io.StringIO(""), io.StringIO("\n"), Terminal("typed")])
 def test_no_prompt_at_all(
     stdin: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -285,6 +327,49 @@ def test_a_conversation_resumes(
     prompt_tokens = int(first.removeprefix("[").split()[0])
     assert prompt_tokens - 16 <= cached < int(second.removeprefix("[").split()[0])
     assert replies.strip()
+
+
+def test_a_conversation_through_pipes_is_the_replies_alone(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, "user\nassistant\n")
+    replies, _ = chat(capsys, checkpoint)
+    assert ">" not in replies
+    assert replies.endswith("\n")
+    assert not replies.endswith("\n\n")
+
+
+def test_messages_that_are_no_text(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    assert "cannot read a message" in complaint(capsys, ["chat", checkpoint, *GREEDY])
+
+
+def test_a_reader_that_leaves_a_conversation_is_no_error(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def fileno(self) -> int:
+            return os.open(os.devnull, os.O_WRONLY)
+
+    script(monkeypatch, "user")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert run(["chat", checkpoint, *GREEDY]) == 0
+
+
+def test_a_model_without_a_template_says_so_before_anybody_types(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*.jinja"))
+    left = script(monkeypatch, "never asked")
+    error = complaint(capsys, ["chat", str(bare), *GREEDY])
+    assert "bare cannot chat: this model's tokenizer has no chat template" in error
+    assert "hybridkv generate" in error
+    assert left == ["never asked"]
 
 
 def test_without_stats_stderr_stays_quiet(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridkv.engine.params import SamplingParams
@@ -54,7 +55,6 @@ REFUSED: list[dict[str, Any]] = [
     {"stop": ["x" * 257]},
     {"stop": 5},
     {"stop": b"x"},
-    {"stop": None},
     {"stop_token_ids": [-1]},
     {"stop_token_ids": [2**31]},
     {"stop_token_ids": [True]},
@@ -101,6 +101,20 @@ def test_lists_become_tuples_and_a_text_is_one_stop() -> None:
     assert params.stop == ("end",) == params.stops
     assert params.stop_token_ids == (3, 4)
     assert SamplingParams(stop=["a", "b"]).stops == ("a", "b")
+
+
+def test_none_is_none() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+
+
+def test_numbers_may_be_numpys() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), stop_token_ids=np.array([3]))  # type: ignore[arg-type]
+    assert params == SamplingParams(temperature=0.5, top_k=5, stop_token_ids=[3])
+    with pytest.raises(RequestError, match="top_k"):
+        SamplingParams(top_k=np.int64(-2))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams(temperature=np.float32("nan"))  # type: ignore[arg-type]
 
 
 def test_equal_parameters_are_equal_and_keys() -> None:

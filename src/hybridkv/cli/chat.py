@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,8 @@ from hybridkv.cli.engine_options import (
     TrustOption,
     sampling,
 )
-from hybridkv.errors import HybridKVError
+from hybridkv.cli.tables import write
+from hybridkv.errors import HybridKVError, RequestError
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams
@@ -56,6 +58,7 @@ def chat_command(
         model, memory, dtype, device, trust_remote_code, store, stream, max_running=1, compile=compile
     ).start() as engine:
         messages = [{"role": "system", "content": system}] if system else []
+        _check_template(engine, messages)
         while line := _ask():
             messages.append({"role": "user", "content": line})
             result = _answer(engine, engine.render_chat(messages), params)
@@ -67,12 +70,24 @@ def chat_command(
                 _tell(result)
 
 
-def _ask() -> str:
+def _check_template(engine: Engine, messages: list[dict[str, str]]) -> None:
+    """Known before anybody has typed anything."""
     try:
-        return input("> ").strip()
+        engine.render_chat([*messages, {"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        raise HybridKVError(f"{engine.model_name} cannot chat: {error}; hybridkv generate completes texts") from None
+
+
+def _ask() -> str:
+    is_typed = sys.stdin.isatty()
+    try:
+        return input("> " if is_typed else "").strip()
     except (EOFError, KeyboardInterrupt):
-        typer.echo()
+        if is_typed:
+            write("")
         return ""
+    except UnicodeDecodeError as error:
+        raise HybridKVError(f"cannot read a message from standard input: {error}") from None
 
 
 def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | None:
@@ -81,7 +96,7 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | 
     async def stream() -> Result | None:
         result = None
         async for update in engine.stream(prompt, params):
-            typer.echo(update.text, nl=False)
+            write(update.text, end="")
             result = update.result
         return result
 
@@ -89,7 +104,7 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | 
         result = asyncio.run(stream())
     except KeyboardInterrupt:
         result = None
-    typer.echo()
+    write("")
     if result is not None and result.completions[0].error is not None:
         raise HybridKVError(result.completions[0].error)
     return result

@@ -42,7 +42,12 @@ def generate_command(
         ),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="One prompt a line, or JSON lines with 'prompt' or 'token_ids'.")
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="One prompt a line, or .jsonl with 'prompt' or 'token_ids'; -: standard input, by line.",
+        ),
     ] = None,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 1.0,
@@ -72,11 +77,13 @@ def generate_command(
     with EngineOptions(
         model, memory, dtype, device, trust_remote_code, store, stream, max_running=at_once, compile=compile
     ).start() as engine:
-        for result, prompt in zip(engine.generate(wanted, params, progress=sys.stderr.isatty()), wanted, strict=True):
+        results = engine.generate(wanted, params, progress=sys.stderr.isatty())
+        for result, prompt in zip(results, wanted, strict=True):
             if as_json:
                 write(json.dumps(_report(result), ensure_ascii=False))
             else:
                 _show(result, prompt if len(wanted) > 1 else None, engine.tokenizer is not None)
+    _check_errors(results)
 
 
 def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | list[int]]:
@@ -87,11 +94,12 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
     if path is None:
         return [_piped()]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = _piped() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise HybridKVError(f"cannot read {path}: it is no text in UTF-8; name a file with a prompt a line") from None
     except OSError as error:
-        raise HybridKVError(f"cannot read {path}: {error}") from None
+        raise HybridKVError(f"cannot read {path}: {error.strerror}; name a file with a prompt a line") from None
+    lines = text.split("\n")  # a prompt may hold other characters that end lines
     found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise HybridKVError(f"{path} has no prompts: write one a line")
@@ -126,9 +134,14 @@ def _show(result: Result, prompt: str | list[int] | None, has_text: bool) -> Non
     if prompt is not None:
         write(f"> {prompt if isinstance(prompt, str) else f'{len(prompt)} tokens'}")
     for completion in result.completions:
-        if completion.error is not None:
-            raise HybridKVError(completion.error)
         write(completion.text if has_text else " ".join(map(str, completion.token_ids)))
+
+
+def _check_errors(results: list[Result]) -> None:
+    """Once everything is written: what one reply failed at takes no other along."""
+    errors = [one.error for result in results for one in result.completions if one.error is not None]
+    if errors:
+        raise HybridKVError(f"{len(errors)} of {sum(len(r.completions) for r in results)} replies failed: {errors[0]}")
 
 
 def _report(result: Result) -> dict[str, Any]:

@@ -22,10 +22,10 @@ class _Console(Console):
         raise BrokenPipeError  # the entry point knows what to do
 
 
-def write(text: str) -> None:
+def write(text: str, end: str = "\n") -> None:
     """Print a line of plain text."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text + end)
         sys.stdout.flush()
     except BrokenPipeError:
         raise BrokenPipeError from None  # without its errno: the parser would make an exit code of it

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridkv.cache import Cache, CacheLayout
+from hybridkv.cache import Cache, CacheLayout, named_policy
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import allow_many_files, keep_freed_memory, plan_no_attention
 from hybridkv.engine.loading import LoadedModel
@@ -89,6 +89,22 @@ def memory_bytes(memory: str | int) -> int:
     return memory
 
 
+def check_kinds(
+    *, whole: Mapping[str, object], optional: Mapping[str, object], seed: int | None, policy: str, trust: bool
+) -> None:
+    """Refuse options of the wrong kind before a model is loaded. `optional`: numbers that may be None."""
+    for name, value in {**whole, **optional, "seed": seed}.items():
+        may_lack = name not in whole
+        if isinstance(value, bool) or not isinstance(value, int | None if may_lack else int):
+            way_out = "pass a whole number, or None for a default" if may_lack else "pass a whole number"
+            raise HybridKVError(f"{name} {value!r}: {way_out}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise HybridKVError(f"a seed of {seed.bit_length()} bits: pass one that fits into 64")
+    if not isinstance(trust, bool):
+        raise HybridKVError(f"trust_remote_code {trust!r}: pass True or False")
+    named_policy(str(policy))
+
+
 def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
     """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
     step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens
@@ -107,4 +123,6 @@ def check_limits(device: str, max_step_tokens: int | None, max_running: int, max
 def as_store(store: str | Sequence[str] | Store) -> Store:
     if isinstance(store, Store):
         return store
+    if not isinstance(store, Sequence) or not all(isinstance(url, str) for url in store):
+        raise HybridKVError(f"a store of type {type(store).__name__}: pass a URL, a list of them, or an open store")
     return open_store([store] if isinstance(store, str) else list(store))

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from hybridkv.engine.chat import Prompt
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Result, Update
 from hybridkv.errors import HybridKVError, RequestError
 
-TokenIdList = Sequence[int] | npt.NDArray[np.int32]
-AnyPrompt = str | TokenIdList | Prompt
+TokenIdList: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
+AnyPrompt: TypeAlias = str | TokenIdList | Prompt
 
 
 def as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt, or several? A list of numbers is one."""
     if isinstance(prompts, (str, Prompt)):
         return [prompts]
-    if not hasattr(prompts, "__len__"):
+    if isinstance(prompts, (np.ndarray, Tensor)):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts of type {type(prompts).__name__}: pass a text, token ids, or a list of those")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+        return [prompts]
+    return prompts
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"params of type {type(params).__name__}: pass SamplingParams, or a list of one each")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters for {count} prompts: give one for all, or one each")
     return params

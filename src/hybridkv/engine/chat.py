@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hybridkv.errors import RequestError
 
 Message = Mapping[str, Any]
@@ -17,6 +19,15 @@ class Prompt:
 
     token_ids: Sequence[int]
     breakpoints: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.token_ids, str) or not isinstance(self.token_ids, (Sequence, np.ndarray)):
+            raise RequestError(
+                f"a Prompt of type {type(self.token_ids).__name__}: it has token ids; pass a list", "prompt"
+            )
+        for position in self.breakpoints:
+            if isinstance(position, bool) or not isinstance(position, (int, np.integer)) or position < 0:
+                raise RequestError(f"breakpoint {position!r}: pass a number of tokens of the prompt", "breakpoints")
 
 
 def check_text(text: str) -> str:
@@ -44,10 +55,12 @@ def render_chat(
     Templates are programs: some write a message differently when others follow. Only ends that are really there in the
     whole text become breakpoints. `options`: passed on to the template.
     """
+    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
+        raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
     if not messages:
         raise RequestError("a chat needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
-        raise RequestError("this model's tokenizer has no chat template: pass a plain prompt instead")
+        raise RequestError("this model's tokenizer has no chat template: pass a plain prompt")
     text = check_text(_render(tokenizer, messages, add_generation_prompt, options or {}))
     ends = []
     for count in sorted({1, *range(max(1, len(messages) - _LAST_ENDS), len(messages))} - {len(messages)}):

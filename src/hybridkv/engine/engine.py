@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY
 from hybridkv.cache.tokens import pack_tokens
-from hybridkv.engine.assembly import Settings, as_store, build_core, check_limits, memory_bytes
+from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, memory_bytes
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
@@ -39,10 +41,10 @@ class Engine:
         model: str | Path | PreTrainedModel,
         *,
         memory: str | int = "2GiB",
-        dtype: str = "auto",
-        device: str = "auto",
-        kv_dtype: str | None = None,
-        state_dtype: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        kv_dtype: str | torch.dtype | None = None,
+        state_dtype: str | torch.dtype | None = None,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         attn_pack_size: int | None = None,
         row_layers: int | None = None,
@@ -71,6 +73,14 @@ class Engine:
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
+        limits = {"max_step_tokens": max_step_tokens, "max_length": max_length}
+        check_kinds(
+            whole={"block_tokens": block_tokens, "max_running": max_running},
+            optional={"attn_pack_size": attn_pack_size, "row_layers": row_layers, **limits},
+            seed=seed,
+            policy=policy,
+            trust=trust_remote_code,
+        )
         settings = Settings(
             memory_bytes=memory_bytes(memory),
             block_tokens=block_tokens,
@@ -129,10 +139,9 @@ class Engine:
         `params`: for all of them, or one each. `salt`: requests with different salts never share anything. Bad prompts
         and parameters are refused before any of them starts.
         """
-        requests = [self.prepare(prompt) for prompt in as_list(prompts)]
-        chosen = one_each(params, len(requests))
-        for prompt, one in zip(requests, chosen, strict=True):
-            self.check(prompt, one)
+        asked = as_list(prompts)
+        chosen = one_each(params, len(asked))
+        requests = self._checked(asked, chosen)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
@@ -150,7 +159,7 @@ class Engine:
     ) -> AsyncIterator[Update]:
         """Updates as tokens come; the last one has the whole result. Leaving the loop early aborts the request."""
         ready = self.prepare(prompt)
-        chosen = params or SamplingParams()
+        [chosen] = one_each(params, 1)
         self.check(ready, chosen)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
@@ -177,11 +186,12 @@ class Engine:
             return prompt
         if isinstance(prompt, str):
             return Prompt(self._need_tokenizer().encode(check_text(prompt)))
-        try:
-            return Prompt(prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt))
-        except TypeError:
+        ids: Any = prompt.tolist() if isinstance(prompt, (np.ndarray, Tensor)) else prompt
+        if isinstance(ids, bytes) or not isinstance(ids, Sequence):
             kind = type(prompt).__name__
-            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt") from None
+            hint = "; render_chat makes one of messages" if isinstance(prompt, Mapping) else ""
+            raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt{hint}")
+        return Prompt(list(ids))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
@@ -246,6 +256,19 @@ class Engine:
         self.close()
 
     # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _checked(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Prompt]:
+        """All of them, ready to start. What is wrong with one of several says which."""
+        ready: list[Prompt] = []
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True), 1):
+            try:
+                ready.append(self.prepare(prompt))
+                self.check(ready[-1], one)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompt {number} of {len(prompts)}: {error}", error.param) from None
+        return ready
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:

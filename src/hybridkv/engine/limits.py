@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hybridkv.cache import CacheLayout, longest_fit
 from hybridkv.cache.tokens import TokenIds, pack_tokens
 from hybridkv.engine.params import SamplingParams
-from hybridkv.errors import RequestError
+from hybridkv.errors import HybridKVError, RequestError
 
 
 class Limits:
@@ -45,7 +45,10 @@ class Limits:
 
     def check_ids(self, token_ids: TokenIds, param: str | None = None) -> npt.NDArray[np.int32]:
         """The ids; refuses those that the model does not have. `param`: the parameter that they are."""
-        ids = np.frombuffer(pack_tokens(token_ids), dtype=np.int32)
+        try:
+            ids = np.frombuffer(pack_tokens(token_ids), dtype=np.int32)
+        except HybridKVError as error:
+            raise RequestError(str(error), param) from None
         low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.families import check_supported
@@ -48,10 +48,10 @@ class LoadedModel:
 def load(
     model: str | Path | PreTrainedModel,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    kv_dtype: str | None = None,
-    state_dtype: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kv_dtype: str | torch.dtype | None = None,
+    state_dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | Any | None = None,
     trust_remote_code: bool = False,
     with_identity: bool = False,
@@ -96,25 +96,27 @@ def load(
     )
 
 
-def choose_device(device: str) -> torch.device:
+def choose_device(device: str | torch.device) -> torch.device:
     """ "auto": a GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError:
-        raise HybridKVError(f"unknown device {device!r}: write cpu, cuda, cuda:1 or auto") from None
+    except (RuntimeError, TypeError):
+        raise HybridKVError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
     if chosen.type not in ("cpu", "cuda"):
-        raise HybridKVError(f"device {device!r}: models run on cpu or cuda; write one of them, or auto")
+        raise HybridKVError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
     num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
-        raise HybridKVError(f"device {device!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
+        raise HybridKVError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
     return chosen
 
 
 def _check_path(model: str | Path) -> None:
     """Refuse what cannot be a model at once: transformers would ask the hub for it, again and again."""
     way_out = "name a directory that a transformers model was saved to"
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(f"a model of type {type(model).__name__}: {way_out}, or pass such a model")
     if not str(model) or not Path(model).is_dir():
         if isinstance(model, str) and _HUB_NAME.fullmatch(model):
             return
@@ -123,11 +125,11 @@ def _check_path(model: str | Path) -> None:
         raise ConfigError(f"{str(model)!r} has no config.json: {way_out}")
 
 
-def _weights_dtype(dtype: str) -> torch.dtype:
+def _weights_dtype(dtype: str | torch.dtype) -> torch.dtype:
     names = ", ".join(one.value for one in _COMPUTES_IN)
-    refusal = HybridKVError(f"the engine cannot compute in {dtype!r}: choose auto, {names}")
+    refusal = HybridKVError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
     try:
-        parsed = DType.parse(dtype)
+        parsed = DType.parse(str(dtype))
     except HybridKVError:
         raise refusal from None
     if parsed not in _COMPUTES_IN:
@@ -135,34 +137,62 @@ def _weights_dtype(dtype: str) -> torch.dtype:
     return torch_dtype(parsed)
 
 
-def _cache_dtype(name: str, dtype: str | None) -> DType | None:
+def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
     if dtype is None:
         return None
-    parsed = DType.parse(dtype)
+    parsed = DType.parse(str(dtype))
     if not torch_dtype(parsed).is_floating_point:
-        raise HybridKVError(f"{name} {dtype!r}: what is cached would be cut to whole numbers; choose a floating type")
+        raise HybridKVError(
+            f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type"
+        )
     return parsed
 
 
-def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _check_config(config, path)
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=wanted, trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            config=config,
+            dtype=wanted,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
         )
     except HybridKVError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except SafetensorError as error:
+        raise ConfigError(f"cannot load {path!r}: {_damaged(path)}: {_first_line(error)}; get it again") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        way_out = "name a directory a transformers model was saved to"
+        raise ConfigError(f"cannot load {path!r}: {_first_line(error)}; {way_out}") from error
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
         raise ConfigError(
-            f"cannot load {path!r}: {reason}; name a directory a transformers model was saved to"
-        ) from error
-    missing = sorted(report["missing_keys"])
+            f"cannot load {path!r}: {len(mismatched)} weights do not fit its config.json, such as {name} of "
+            f"{list(found)} instead of {list(expected)}; get both from one place"
+        )
     if missing:  # transformers fills them with random numbers and goes on
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+def _damaged(path: str) -> str:
+    """The file that cannot be read: the error does not say."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return f"{file.name} is cut off or damaged"
+    return "a file of weights is cut off or damaged"
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:
@@ -189,12 +219,20 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Any | None:
     if not isinstance(tokenizer, (str, Path)):
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError(f"a tokenizer of type {type(tokenizer).__name__}: pass a directory, or a tokenizer")
         return tokenizer
+    if must_exist and not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
+        raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
     try:
         found: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if must_exist:
-            raise ConfigError(f"cannot load the tokenizer {str(tokenizer)!r}: {error}") from error
+    except Exception as error:  # the parser of tokenizer.json raises nothing narrower
+        absent = isinstance(error, (OSError, ValueError, KeyError)) and not any(Path(tokenizer).glob("tokenizer*"))
+        if must_exist or not absent:
+            way_out = "name a directory a tokenizer was saved to"
+            raise ConfigError(
+                f"cannot load the tokenizer {str(tokenizer)!r}: {_first_line(error)}; {way_out}"
+            ) from error
         return None  # token ids in, token ids out
     if len(found) <= len(set(found.all_special_ids)):  # what transformers makes of a directory without one
         if must_exist:

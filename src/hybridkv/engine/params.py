@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hybridkv.errors import RequestError
 
 MAX_N = 128
@@ -20,6 +22,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TEMPERATURE = 10_000
 GREEDY_BELOW = 1e-5
 """A smaller temperature is zero: dividing by it would overflow."""
+
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ def _check_ends(stop: tuple[object, ...], ids: tuple[object, ...]) -> None:
 
 
 def _checked_bias(bias: object) -> dict[int, float]:
+    if bias is None:
+        return {}
     if not isinstance(bias, Mapping):
         raise _refuse("logit_bias", bias, "pass a mapping from token ids to numbers")
     if len(bias) > MAX_LOGIT_BIASES:
@@ -147,19 +153,22 @@ def _checked_bias(bias: object) -> dict[int, float]:
 
 
 def _listed(name: str, values: object) -> tuple[object, ...]:
+    """None, the default elsewhere, is none."""
+    if values is None:
+        return ()
     if isinstance(values, (bytes, str)) or not isinstance(values, Iterable):
         raise _refuse(name, values, "pass a list")
     return tuple(values)
 
 
 def _check_int(name: str, value: object, low: int, high: int, hint: str = "", *, called: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
         raise _refuse(name, value, f"pass a whole number from {low} to {high}{hint and ', ' + hint}", called=called)
 
 
 def _check_number(name: str, value: object, low: float, high: float, hint: str = "", *, called: str = "") -> None:
     # NaN is not between any two numbers.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not low <= value <= high:
         raise _refuse(name, value, f"pass a number from {low} to {high}{hint and ', ' + hint}", called=called)
 
 

@@ -39,8 +39,8 @@ def check_streaming(mode: str, load_timeout_s: float, *, has_store: bool) -> Non
         raise HybridKVError(
             f"stream {mode!r} without a store: there is nothing to load from; name a store, or leave it out"
         )
-    if not load_timeout_s > 0:
-        raise HybridKVError(f"load_timeout_s {load_timeout_s}: a load needs some time; leave it out for a default")
+    if not isinstance(load_timeout_s, (int, float)) or not load_timeout_s > 0:
+        raise HybridKVError(f"load_timeout_s {load_timeout_s!r}: a load needs some time; leave it out for a default")
 
 
 class Loading(NamedTuple):

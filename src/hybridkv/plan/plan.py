@@ -144,7 +144,7 @@ def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
         needed = _smallest_arena(groups, options)
         raise PlanError(
             f"{format_bytes(options.memory_bytes)} is too little for {model.name} at TP {model.tp}: "
-            f"give it at least {format_at_least(needed)}, or plan for more tensor-parallel ranks"
+            f"give it at least {format_at_least(needed)}"
         )
     return Plan(
         model=model,
