@@ -90,7 +90,7 @@ def load(
         spec=spec,
         device=where,
         vocab_size=int(loaded.get_input_embeddings().num_embeddings),
-        max_length=int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT),
+        max_length=_max_length(text),
         eos_ids=_eos_ids(loaded, found),
         identity=identity,
     )
@@ -163,6 +163,20 @@ def _from_checkpoint(path: str, dtype: str, trust_remote_code: bool) -> PreTrain
     if missing:  # transformers fills them with random numbers and goes on
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
+
+
+def _max_length(text: PretrainedConfig) -> int:
+    """Tokens that the model has positions for.
+
+    "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache
+    do not turn again, so requests end there.
+    """
+    limits = [getattr(text, "max_position_embeddings", None) or _NO_LIMIT]
+    stated = getattr(text, "rope_parameters", None) or {}
+    for rope in [stated, *(one for one in stated.values() if isinstance(one, dict))]:  # one for all, or by layer type
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return int(min(limits))
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:
