@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3: rope by layer type": ("gemma3", {"rope_parameters": BY_LAYER_TYPE, "attention_bias": True}),
     "gemma3n: sparse": ("gemma3n", {"activation_sparsity_pattern": [0.9] * 4 + [0.0] * 6}),
-    "gemma3n: no KV shared": ("gemma3n", {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 200}),
+    "gemma3n: no KV shared": ("gemma3n", {"num_kv_shared_layers": 0}),
     "gemma3n: three inputs": ("gemma3n", {"altup_num_inputs": 3, "final_logit_softcapping": 5.0}),
     "gpt_oss: yarn": ("gpt_oss", rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **YARN)),
     "gpt_oss: no biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0}),
