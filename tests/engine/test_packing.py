@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -96,6 +97,35 @@ def test_a_head_that_is_the_embedding_is_copied_only_where_that_is_little(dtype:
         pack_weights(tied)
     assert isinstance(tied.lm_head, PackedLinear)
     assert tied.get_input_embeddings().weight is embedding
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_that_layers_share_is_packed_once(dtype: torch.dtype) -> None:
+    model = in_dtype("zamba2", dtype)
+    hybrids = [layer.shared_transformer for layer in model.model.layers if hasattr(layer, "shared_transformer")]
+    assert len(hybrids) == 2
+    with patch.object(packing, "_pack", wraps=packing._pack) as pack:
+        pack_weights(model)
+    assert pack.call_count < num_packed(model)
+    for first, second in zip(*(one.modules() for one in hybrids), strict=True):
+        if isinstance(first, PackedLinear):
+            assert first.packed is second.packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_weights_are_let_go_one_by_one(dtype: torch.dtype) -> None:
+    model = in_dtype("llama", dtype)
+    plain = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
+    alive: list[int] = []
+    pack = packing._pack
+
+    def watched(weight: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in plain))
+        return pack(weight)
+
+    with patch.object(packing, "_pack", watched):
+        pack_weights(model)
+    assert alive == list(range(len(plain), 0, -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,6 +34,25 @@ def test_every_family_resumes_from_a_store(family: str, mode: str) -> None:
     assert cached_by(StreamDriver(model_of(family), copy_of(filled(family, STORED)), mode)) == 80
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", MIXED)
+def test_memory_has_the_first_blocks_of_an_object_already(family: str, mode: str) -> None:
+    """They are read past: each of several, and the object is whole all the same."""
+    below = plain_store()
+    spans: dict[str, Any] = {"streamer_options": {"stretch_tokens": 128}}
+    first = StreamDriver(model_of(family), below, **spans)
+    first.add("a", SHARED, BRIEF)
+    first.run()
+    first.settle()
+    driver = StreamDriver(model_of(family), copy_of(below), mode, **spans)
+    first.close()
+    driver.add("its beginning", SHARED[:60], BRIEF)
+    driver.run()
+    assert cached_by(driver) == 80
+    assert driver.stats.loaded_tokens == 80 - 48
+    assert not driver.stats.failures
+
+
 def cut_memory(family: str) -> int:
     """An arena so small that a state takes several pages."""
     for memory_bytes in range(1 << 15, 1 << 20, 1 << 13):

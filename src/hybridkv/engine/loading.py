@@ -90,7 +90,7 @@ def load(
         spec=spec,
         device=where,
         vocab_size=int(loaded.get_input_embeddings().num_embeddings),
-        max_length=int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT),
+        max_length=_max_length(text),
         eos_ids=_eos_ids(loaded, found),
         identity=identity,
     )
@@ -193,6 +193,20 @@ def _damaged(path: str) -> str:
         except SafetensorError:
             return f"{file.name} is cut off or damaged"
     return "a file of weights is cut off or damaged"
+
+
+def _max_length(text: PretrainedConfig) -> int:
+    """Tokens that the model has positions for.
+
+    "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache
+    do not turn again, so requests end there.
+    """
+    limits = [getattr(text, "max_position_embeddings", None) or _NO_LIMIT]
+    stated = getattr(text, "rope_parameters", None) or {}
+    for rope in [stated, *(one for one in stated.values() if isinstance(one, dict))]:  # one for all, or by layer type
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return int(min(limits))
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:

@@ -50,13 +50,19 @@ def pack_weights(model: PreTrainedModel) -> None:
     limit = sum(parameter.nbytes for parameter in model.parameters()) // _COPY_SHARE
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     too_large = {id(weight) for weight in embeddings if weight.nbytes > limit}  # they are read row by row as well
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # by weight: layers that share a block share its weights
+    for parent in model.modules():
+        for name, child in parent.named_children():
             if type(child) is nn.Linear and name not in _READ_ELSEWHERE and id(child.weight) not in too_large:
-                setattr(parent, name, PackedLinear(child))
-        # Experts see a token or two at a time, for which plain float32 is better.
-        if _are_plain_experts(parent) and model.dtype == torch.bfloat16:
-            _pack_experts(parent)
+                places.setdefault(id(child.weight), []).append((parent, name))
+    for sharing in places.values():  # each plain weight is let go before the next is packed
+        packed = _pack(getattr(*sharing[0]).weight)
+        for parent, name in sharing:
+            setattr(parent, name, PackedLinear(getattr(parent, name), packed))
+    if model.dtype == torch.bfloat16:  # experts see a token or two at a time, for which plain float32 is better
+        for module in model.modules():
+            if _are_plain_experts(module):
+                _pack_experts(module)
 
 
 def _pack_experts(experts: Any) -> None:
@@ -71,10 +77,10 @@ def _pack_experts(experts: Any) -> None:
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """A linear layer whose weight only its own product can read."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, packed: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.packed = _pack(linear.weight)
+        self.packed = _pack(linear.weight) if packed is None else packed
         self.weight = linear.weight.detach().new_empty(0)  # some models ask for its dtype
 
     def forward(self, x: Tensor) -> Tensor:

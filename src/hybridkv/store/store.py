@@ -68,7 +68,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other, with exactly this row.
+        """Fill the buffers, one after the other, with exactly this row. No two of them overlap.
 
         Raises CorruptObject or StoreFault; the buffers then hold anything.
         """

@@ -63,8 +63,7 @@ class HostPages(PageBytes):
         return _nothing
 
     def fill(self, group: GroupPlan, row: Row, pages: Sequence[int | None], read: Read) -> None:
-        unwanted = memoryview(bytearray(row.nbytes)) if None in pages else None
-        read([self._view(group, row, page) if page is not None else unwanted for page in pages])  # type: ignore[misc]
+        read([memoryview(bytearray(row.nbytes)) if page is None else self._view(group, row, page) for page in pages])
 
     def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
         data = memoryview(bytearray(row.nbytes * len(pages)))

@@ -1,0 +1,178 @@
+"""What published checkpoints switch on or off and the zoo's models leave as it is: each against the stock model.
+
+One short life a variant: chunked prefill beside decodes, a prompt sent again, and too little room for all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridkv.errors import RequestError
+from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
+from tests.engine.zoo import FAMILIES, family_config, make, prompt
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 96,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+MROPE = {"partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
+BY_LAYER_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+FALCON_MULTIPLIERS = {
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 1.3,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 1.1,
+    "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 0.6],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.5,
+}
+GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.1,
+}
+MINIMAX_FACTORS = {
+    "full_attn_alpha_factor": 1.3,
+    "full_attn_beta_factor": 0.7,
+    "linear_attn_alpha_factor": 1.2,
+    "linear_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.1,
+    "mlp_beta_factor": 0.6,
+}
+ADAPTERS = {"use_shared_attention_adapter": True, "adapter_rank": 6, "num_key_value_heads": 4}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama: linear rope, tied": ("llama", {**rope("linear", factor=4.0), "tie_word_embeddings": True}),
+    "llama: yarn, biases": ("llama", {**rope("yarn", **YARN), "attention_bias": True, "mlp_bias": True}),
+    "llama: llama3 rope, heads of 64": ("llama", {**rope("llama3", **LLAMA3), "head_dim": 64}),
+    "llama: dynamic rope, heads of 80": ("llama", {**rope("dynamic", factor=4.0), "head_dim": 80}),
+    "llama: one wide KV head": ("llama", {"num_key_value_heads": 1, "head_dim": 192}),
+    "llama: no shared KV heads": ("llama", {"num_key_value_heads": 4, "head_dim": 256}),
+    "qwen3: yarn, no windows": ("qwen3", {**rope("yarn", **YARN), "use_sliding_window": False}),
+    "qwen3: windows alone": ("qwen3", {"max_window_layers": 0, "attention_bias": True}),
+    **{f"qwen3: window {n}": ("qwen3", {"sliding_window": n}) for n in (1, 2, 5, 16, 17, 500)},
+    "gemma3: soft caps, untied": (
+        "gemma3",
+        {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    ),
+    "gemma3: rope by layer type": ("gemma3", {"rope_parameters": BY_LAYER_TYPE, "attention_bias": True}),
+    "gemma3n: sparse": ("gemma3n", {"activation_sparsity_pattern": [0.9] * 4 + [0.0] * 6}),
+    "gemma3n: no KV shared": ("gemma3n", {"num_kv_shared_layers": 0}),
+    "gemma3n: three inputs": ("gemma3n", {"altup_num_inputs": 3, "final_logit_softcapping": 5.0}),
+    "gpt_oss: yarn": ("gpt_oss", rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **YARN)),
+    "gpt_oss: no biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0}),
+    "llama4: llama3 rope": ("llama4", {**rope("llama3", **LLAMA3), "attn_temperature_tuning": False}),
+    "llama4: every other expert": ("llama4", {"use_qk_norm": False, "interleave_moe_layer_step": 2}),
+    "llama4: chunks alone": ("llama4", {"no_rope_layers": [1] * 8}),
+    "llama4: four without rope": ("llama4", {"no_rope_layers": [0] * 4 + [1] * 4}),
+    **{f"llama4: chunk {n}": ("llama4", {"attention_chunk_size": n}) for n in (1, 5, 16)},
+    "qwen3_next: partial yarn": ("qwen3_next", rope("yarn", partial_rotary_factor=0.5, **YARN)),
+    "qwen3_next: some dense": (
+        "qwen3_next",
+        {"mlp_only_layers": [0, 3], "decoder_sparse_step": 2, "attention_bias": True, "norm_topk_prob": False},
+    ),
+    "qwen3_next: other heads": ("qwen3_next", {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 2}),
+    "qwen3_5: mrope": ("qwen3_5", rope("default", **MROPE)),
+    "qwen3_5: mrope, yarn": ("qwen3_5", rope("yarn", **MROPE, **YARN)),
+    "falcon_h1: multipliers": ("falcon_h1", FALCON_MULTIPLIERS),
+    "falcon_h1: norm after gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon_h1: norm before gate": ("falcon_h1", {"mamba_rms_norm": True, "time_step_limit": (0.2, 0.4)}),
+    "falcon_h1: biases": (
+        "falcon_h1",
+        {
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_conv_bias": False,
+            "head_dim": 32,
+        },
+    ),
+    "nemotron_h: latent experts": ("nemotron_h", {"moe_latent_size": 40, "routed_scaling_factor": 2.5}),
+    "nemotron_h: groups, limits": (
+        "nemotron_h",
+        {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "time_step_limit": (0.2, 0.4)},
+    ),
+    "nemotron_h: biases": (
+        "nemotron_h",
+        {"use_bias": True, "mlp_bias": True, "attention_bias": True, "use_conv_bias": False, "mamba_proj_bias": True},
+    ),
+    "nemotron_h: a window it ignores": ("nemotron_h", {"sliding_window": 20, "tie_word_embeddings": True}),
+    "bamba: partial rotary": ("bamba", {**rope("default", partial_rotary_factor=0.5), "mamba_conv_bias": False}),
+    "bamba: biases, limits": (
+        "bamba",
+        {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "time_step_limit": (0.2, 0.4)},
+    ),
+    "bamba: one group, short conv": ("bamba", {"mamba_n_groups": 1, "mamba_d_conv": 3}),
+    "granitemoehybrid: rope, dense": (
+        "granitemoehybrid",
+        {"position_embedding_type": "rope", "num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+    "granitemoehybrid: multipliers, tied": (
+        "granitemoehybrid",
+        {**GRANITE_MULTIPLIERS, "tie_word_embeddings": True, "position_embedding_type": "nope"},
+    ),
+    "granitemoehybrid: attention alone": ("granitemoehybrid", {"layer_types": ["attention"] * 4}),
+    "granitemoehybrid: Mamba alone": ("granitemoehybrid", {"layer_types": ["mamba"] * 4}),
+    "zamba2: adapters": ("zamba2", {**ADAPTERS, "use_mem_rope": False}),
+    "zamba2: adapters of two blocks": ("zamba2", {**ADAPTERS, "num_mem_blocks": 2, "use_long_context": True}),
+    "zamba2: biases": ("zamba2", {"add_bias_linear": True, "use_conv_bias": False}),
+    "jamba: biases": ("jamba", {"mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_dt_rank": 5}),
+    "jamba: dense": ("jamba", {"use_associative_scan": False, "num_experts": 1, "num_experts_per_tok": 1}),
+    "lfm2: bias, long conv": ("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "conv_L_cache": 5}),
+    "kimi_linear: query latents": ("kimi_linear", {"q_lora_rank": 12, "n_group": 2, "norm_topk_prob": False}),
+    "kimi_linear: no latents": ("kimi_linear", {"layer_types": ["linear_attention"] * 5}),
+    "olmo_hybrid: no rope": ("olmo_hybrid", {"rope_parameters": None, "attention_bias": True}),
+    "olmo_hybrid: yarn, small beta": ("olmo_hybrid", {**rope("yarn", **YARN), "linear_allow_neg_eigval": False}),
+    "minimax: long blocks, window": ("minimax", {"block_size": 256, "sliding_window": 20}),
+    "minimax: short blocks, factors": ("minimax", {"block_size": 5, **MINIMAX_FACTORS}),
+    "mamba2: biases, tied": ("mamba2", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}),
+    "mamba2: limits": ("mamba2", {"time_step_limit": (0.2, 0.4), "conv_kernel": 3}),
+    "deepseek_v3: no query latents": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 40}),
+    "deepseek_v3: yarn": ("deepseek_v3", rope("yarn", mscale=1.0, mscale_all_dim=1.0, **YARN)),
+    "deepseek_v3: halves turned": ("deepseek_v3", {"rope_interleave": False, "n_shared_experts": 2}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_gives_what_the_stock_model_gives(variant: str) -> None:
+    family, overrides = VARIANTS[variant]
+    model = make(family_config(family, **overrides), branch_scale=FAMILIES[family].branch_scale)
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_step_tokens=40)
+    driver.add("long", prompt(90, 1), replace(GREEDY, max_tokens=6))
+    driver.add("short", prompt(5, 2), replace(GREEDY, max_tokens=20))
+    driver.step()
+    driver.add("middle", prompt(51, 3), replace(GREEDY, max_tokens=14))
+    driver.run()
+    driver.add("again", prompt(90, 1), replace(GREEDY, max_tokens=3))
+    driver.add("other", prompt(51, 3)[:40] + prompt(9, 4), replace(GREEDY, max_tokens=3))
+    for name in driver.run():
+        check_greedy(driver, name)
+
+
+def test_longrope_ends_where_it_would_turn_all_keys_anew() -> None:
+    driver = Driver(make(family_config("llama", **rope("longrope", **LONGROPE))))
+    driver.add("to the end", prompt(90, 1), replace(GREEDY, max_tokens=50))
+    driver.add("beside", prompt(50, 2))
+    result = driver.run()["to the end"]
+    check_greedy(driver, "to the end")
+    assert len(result.prompt_token_ids + result.token_ids) == 96
+    with pytest.raises(RequestError, match="within 96"):
+        driver.add("longer", prompt(96, 3))
