@@ -88,14 +88,7 @@ bench-store: setup ## The file store against bare reads and writes of files: ARG
 bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
 	$(BIN)/python benchmarks/stream.py $(ARGS)
 
-bench-setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C
-
-.compiled/.ready: pyproject.toml build_hook.py Makefile $(wildcard src/hybridkv/cache/*.py) | .venv/.ready
-	rm -rf .compiled
-	HYBRIDKV_COMPILE=1 $(BIN)/python $(PIP_INSTALL) --no-deps --target .compiled .
-	touch $@
-
-serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
+bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import hybridkv
 
 SOURCE = Path(hybridkv.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 # From the ground floor up; modules on one line may import each other downwards only through the lines before.
 FLOORS = ["errors", "units", "spec", "models", "plan", "cache", "memory", "kernels", "replay", "store", "stream"]
 FLOORS += ["demo", "engine", "serve", "cli"]
@@ -39,3 +41,16 @@ def test_imports_go_downwards(path: Path) -> None:
 def test_the_core_and_the_command_line_start_without_torch() -> None:
     code = "import sys, hybridkv.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("target", "runs"), [
+    ("serve", ".venv/bin/hybridkv serve"),
+    ("test", ".venv/bin/pytest -n auto"),
+    ("bench-serve", ".venv/bin/python benchmarks/serve_load.py"),
+])  # fmt: skip
+def test_make_does_what_it_says(target: str, runs: str) -> None:
+    """A target that is written twice is only warned of, and the last one counts."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    told = subprocess.run(["make", "-n", target], cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    assert told.stderr == ""
+    assert told.stdout.strip().splitlines()[-1].strip() == runs
