@@ -33,11 +33,19 @@ class _Source:
         self._row_bytes = catalogue.row_bytes(group, end)
         self._lock = threading.Lock()
         self._reader: Reader | None = None
+        self._error: Exception | None = None
+        """Why it cannot be opened. All rows get the same answer: a corrupt object is missing once it was noticed."""
 
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if self._reader is None:
-                self._reader = self._open()
+                try:
+                    self._reader = self._open()
+                except Exception as error:
+                    self._error = error
+                    raise
             reader = self._reader
         reader.read(row, buffers)
 
