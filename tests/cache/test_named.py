@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan
+from hybridkv.spec import LayerSpec
 from tests.cache.sim import Sim
 
 FULL = CacheGroup("full", Role.FULL, 8)
@@ -356,6 +358,27 @@ def test_a_prompt_repeated_hits_at_every_pack_size(pack: int | None) -> None:
     cache = Sim(CacheLayout.from_plan(plan))
     assert cache.serve(tokens(700)) == 0
     assert cache.serve(tokens(700)) == 688
+
+
+class Dilated(LayerSpec):
+    """A kind that the cache has never heard of."""
+
+    kind = "dilated"
+    group = "dilated"
+
+    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
+        return 1
+
+    def checkpoint_blocks(self, block_tokens: int) -> int:
+        return 1
+
+
+def test_layers_of_an_unknown_kind_are_refused() -> None:
+    model = load_model("qwen3-next-80b-a3b")
+    strange = Dilated(3, model.layers[3].parts)
+    plan = make_plan(replace(model, layers=(*model.layers[:3], strange)), PlanOptions(2**30))
+    with pytest.raises(PlanError, match="group 'dilated' has layers of kind Dilated"):
+        CacheLayout.from_plan(plan)
 
 
 def test_a_plan_becomes_a_layout() -> None:

@@ -107,16 +107,12 @@ class StreamDriver(Driver):
     def pages_left(self) -> int:
         """That somebody holds, when nothing is cached any more."""
         self.cache.reset()
-        batch = self.cache.take_operations()  # pages of failed loads are cleared before they are free
-        if batch is not None:
-            self.memory.run(batch.operations)
-            self.cache.acknowledge(batch.id)
         return sum(self.cache.pages_in_use().values())
 
     def settle(self) -> None:
         """Take in what has come meanwhile, and have everything written."""
         deadline = time.monotonic() + 20
-        while self.streaming._loading or self.streaming._stuck:
+        while self.streaming._loading or any(load.is_reading for load in self.streamer._loads):
             assert time.monotonic() < deadline, "a load does not end"
             self.step()
             self.event.wait(0.002)
@@ -148,9 +144,9 @@ class WatchedStreaming(Streaming):
         super().__init__(*args, **options)
         self.discarded: set[tuple[bytes, int]] = set()
 
-    def discard(self, sample: Sample) -> bool:
+    def discard(self, sample: Sample) -> None:
         self.discarded.add((sample.tokens, self._in_step[sample].end))
-        return super().discard(sample)
+        super().discard(sample)
 
 
 def plain_store() -> MemoryStore:

@@ -194,16 +194,17 @@ class Cache:
         if lease.aborted:
             self._steps.drop_step(lease, step)
             self._leasing.detach(lease)
-            return 0
-        if failed or lease.poisoned is not None:
+        elif failed or lease.poisoned is not None:
             lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
-            return lease.computed
-        if num_accepted is not None:
-            lease.forget_after(max(step.start + accepted, step.num_known))
-        self._steps.accept(lease, step, step.start + accepted)
-        lease.tokens += packed
-        return lease.computed
+        else:
+            if num_accepted is not None:
+                lease.forget_after(max(step.start + accepted, step.num_known))
+            self._steps.accept(lease, step, step.start + accepted)
+            lease.tokens += packed
+        if step.loaded_to > step.start:
+            self._keeper.run_operations()  # pages of a failed load are free once they have been cleared
+        return 0 if lease.aborted else lease.computed
 
     def _usable(self, step: InFlight, accepted: int) -> tuple[int, bool]:
         """What is left of a load that was cut, and whether that is nothing. Windows and states are those of its end."""

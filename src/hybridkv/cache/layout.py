@@ -8,11 +8,7 @@ from enum import StrEnum
 
 from hybridkv.errors import PlanError
 from hybridkv.plan import GroupPlan, Plan
-from hybridkv.spec import ChunkedLocal, HiddenTap, LinearState, SlidingWindow
-
-_ENOUGH_PAGES = 16
-_MANY = 4096
-"""Slabs that an arena has at least, if they are kept together at all."""
+from hybridkv.spec import ChunkedLocal, FullAttention, HiddenTap, LinearState, SlidingWindow
 
 
 class Role(StrEnum):
@@ -94,13 +90,11 @@ class CacheLayout:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> CacheLayout:
-        """The plan's pages at the plan's addresses. Where its slabs have very few pages, several are kept as one."""
-        together = _slabs_together(plan)
-        groups = [group for planned in plan.groups for group in _cache_groups(planned, together)]
+        """The plan's slabs, and its pages at the plan's addresses."""
         return cls.of(
-            groups,
+            [group for planned in plan.groups for group in _cache_groups(planned)],
             block_tokens=plan.options.block_tokens,
-            num_slabs=plan.num_slabs // together,
+            num_slabs=plan.num_slabs,
             kv_bytes_per_token=plan.model.kv_bytes_per_token,
         )
 
@@ -116,22 +110,9 @@ class CacheLayout:
         return states + local
 
 
-def _slabs_together(plan: Plan) -> int:
-    """How many slabs of a plan to keep as one: books are kept by slab, and fewer are less work.
-
-    Only blocks count: there are many of them. With few states in a slab, others can have it as soon as they are gone.
-    """
-    per_slab = [group.pages_per_slab for group in plan.groups if not isinstance(group.specs[0], LinearState)]
-    together = 1
-    while min(per_slab, default=_ENOUGH_PAGES) * together < _ENOUGH_PAGES and plan.num_slabs > 2 * together * _MANY:
-        together *= 2
-    return together
-
-
-def _cache_groups(planned: GroupPlan, together: int) -> list[CacheGroup]:
+def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
     """One cache group for each group of the plan, but one for each tapped layer: they come and go one by one."""
-    spec = planned.specs[0]
-    per_slab, stride = planned.pages_per_slab * together, planned.stride_bytes
+    spec, per_slab, stride = planned.specs[0], planned.pages_per_slab, planned.stride_bytes
     if isinstance(spec, HiddenTap):
         return [CacheGroup(f"tap{layer}", Role.TAP, per_slab, stride, pool=planned.name) for layer in planned.layers]
     if isinstance(spec, LinearState):
@@ -140,4 +121,9 @@ def _cache_groups(planned: GroupPlan, together: int) -> list[CacheGroup]:
         return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, window=spec.window)]
     if isinstance(spec, ChunkedLocal):
         return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, chunk=spec.chunk)]
-    return [CacheGroup(planned.name, Role.FULL, per_slab, stride)]
+    if isinstance(spec, FullAttention):
+        return [CacheGroup(planned.name, Role.FULL, per_slab, stride)]
+    raise PlanError(
+        f"group {planned.name!r} has layers of kind {type(spec).__name__}, and the cache does not know what they look "
+        f"back on: use one of the kinds of hybridkv.spec"
+    )

@@ -18,21 +18,23 @@ from hybridkv.cache.reuse import PredictedReuse
 from hybridkv.errors import HybridKVError
 
 Flops = Callable[[int, int], float]
-POLICIES: Mapping[str, Callable[[Flops | None], EvictionPolicy]] = {
-    "reuse": lambda flops: PredictedReuse(),
-    "lru": lambda flops: LeastRecentlyUsed(),
-    "flops": RecencyAndFlops,
+"""`flops(start, end)`: FLOPs of computing these tokens of a sequence."""
+
+POLICIES: Mapping[str, Callable[[Callable[[], Flops] | None], EvictionPolicy]] = {
+    "reuse": lambda find_flops: PredictedReuse(),
+    "lru": lambda find_flops: LeastRecentlyUsed(),
+    "flops": lambda find_flops: RecencyAndFlops(None if find_flops is None else find_flops()),
 }
 DEFAULT_POLICY = "reuse"
 
 
-def named_policy(name: str, flops: Flops | None = None) -> EvictionPolicy:
-    """A new policy of that name. `flops(start, end)`: of computing these tokens, for policies that ask."""
+def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> EvictionPolicy:
+    """A new policy of that name. `find_flops`: called for a policy that weighs FLOPs; if None, that counts tokens."""
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HybridKVError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
-    return POLICIES[name](flops)
+    return POLICIES[name](find_flops)
 
 
 _SPARE_GRID_TOKENS = 128

@@ -58,7 +58,8 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     plan = make_plan(loaded.spec, options)
     layout = CacheLayout.from_plan(plan)
     memory = Memory(plan, layout, device)
-    cache = Cache(layout, policy=settings.policy, run_operations=memory.run)
+    policy = named_policy(settings.policy, lambda: loaded.compute().flops)
+    cache = Cache(layout, policy=policy, run_operations=memory.run)
     runner = Runner(loaded.model, memory, layout)
     runner.compile(settings.compile)
     streaming = None

@@ -67,7 +67,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or (self.streaming is not None and self.streaming.has_news)
+        return self.scheduler.has_work
 
     def add(
         self,
@@ -105,7 +105,8 @@ class EngineCore:
     def step(self) -> list[Update]:
         """Compute the next tokens of everyone who gets some; returns what is new."""
         with self._timed("schedule"):
-            self._collect_loads()
+            if self.streaming is not None:
+                self.streaming.collect()
             scheduled, stuck = self.scheduler.schedule()
         updates = [self._give_up(sample) for sample in stuck]
         self.waits = not scheduled and not stuck
@@ -191,8 +192,7 @@ class EngineCore:
             is_sound = lease.poisoned is None and all(one.error is None for one in sampled)
             self.streaming.judge(sample, is_sound)
             return True
-        if self.streaming.discard(sample):
-            self.scheduler.start_anew(sample)
+        self.streaming.discard(sample)
         return False
 
     def _accept(self, sample: Sample, lease: Lease, end: int, sampled: Sampled) -> list[Update]:
@@ -242,11 +242,7 @@ class EngineCore:
             self.streaming.ran()
         for sample, tables in scheduled:
             assert sample.lease is not None
-            if self.streaming is not None and self.streaming.hangs(sample):
-                self.streaming.discard(sample)
-                self.scheduler.start_anew(sample)
-            else:
-                self.cache.commit(sample.lease, failed=True)
+            self.cache.commit(sample.lease, failed=True)
             sample.failures += 1
             sample.failed_at = max(sample.failed_at, tables.end)
         if self.streaming is not None:
@@ -256,11 +252,6 @@ class EngineCore:
                 reason = f"the model failed: {type(error).__name__}: {error}"
                 updates += self._end_all(sample.request, "error", reason)
         return updates
-
-    def _collect_loads(self) -> None:
-        if self.streaming is not None:
-            for sample in self.streaming.collect():
-                self.scheduler.start_anew(sample)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -287,11 +278,8 @@ class EngineCore:
         return [self._end(sample, reason) for sample in going]
 
     def _give_up(self, sample: Sample) -> Update:
-        """There is no room for more, even alone. A reply that has begun without a limit has found one."""
-        if not sample.token_ids:
-            return self._end(sample, "error")
-        sample.error = None
-        return self._end(sample, "length")
+        """There is no room for more, even alone, although `limits` has let the request in: say so."""
+        return self._end(sample, "error")
 
     def _end(self, sample: Sample, reason: str) -> Update:
         if sample.finish_reason is None:

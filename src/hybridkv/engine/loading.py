@@ -18,6 +18,7 @@ from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.memory.memory import torch_dtype
+from hybridkv.models import Compute, read_compute
 from hybridkv.models.reader import open_config, read_config
 from hybridkv.spec import DType, ModelSpec
 
@@ -43,6 +44,10 @@ class LoadedModel:
     eos_ids: frozenset[int]
     identity: str
     """A digest of the weights, if it was asked for; else empty."""
+
+    def compute(self) -> Compute:
+        """What its tokens cost to compute."""
+        return read_compute(_as_loaded(self.model), name=self.spec.name)
 
 
 def load(

@@ -159,11 +159,6 @@ class Scheduler:
                 return tables
         return self.cache.extend(lease, num_tokens)
 
-    def start_anew(self, sample: Sample) -> None:
-        """It has lost its lease: back to the queue, in its old place."""
-        self.running.remove(sample)
-        self.add(sample)
-
     def _preempt(self, sample: Sample) -> None:
         assert sample.lease is not None
         self.running.remove(sample)

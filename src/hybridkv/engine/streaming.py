@@ -7,8 +7,8 @@ that computes the rest, whose layers wait for their rows (layerwise):
     async       asynchronous always
     layerwise   layerwise always
 
-A load that fails costs its request nothing but time: the request goes back to where it stood, or to the last block that
-came whole, and computes the rest. One that hangs keeps its pages until it ends; the request starts anew without them.
+A load that fails, hangs or is aborted costs its request nothing but time: the request goes back to where it stood, or
+to the last block that came whole, and computes the rest. Its pages can be used again at once, also while a read hangs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.stream import Load, Outgoing, StepTransfers, Streamer
 
 STREAM_MODES = ("auto", "async", "layerwise")
-_ALL_LAYERS = 1 << 30
 _LONG_WAIT_S = 2.0
 """Nobody is there to wait with a request that loads layerwise, but someone may come."""
 _SHORT_WAIT_S = 0.005
@@ -60,8 +59,6 @@ class Streaming:
         self.dumps = Dumps(streamer, cache.layout)
         self._cache = cache
         self._loading: list[Loading] = []
-        self._stuck: list[Loading] = []
-        """Given up, but still writing into their pages."""
         self._in_step: dict[Sample, Load] = {}
         self._leaving: dict[Sample, list[Outgoing]] = {}
         self._verdicts: list[tuple[Outgoing, bool]] = []
@@ -79,11 +76,6 @@ class Streaming:
     def is_loading(self, sample: Sample) -> bool:
         """Whether it waits for a load that is a step of its own."""
         return any(one.sample is sample for one in self._loading)
-
-    @property
-    def has_news(self) -> bool:
-        """A load that nobody waits for has ended: its pages can be had again."""
-        return any(one.load.is_over for one in (*self._stuck, *self._loading))
 
     # --- before a request starts --------------------------------------------------------------------------------------
 
@@ -152,46 +144,39 @@ class Streaming:
 
     # --- loads that are steps of their own ----------------------------------------------------------------------------
 
-    def collect(self) -> list[Sample]:
-        """Take in what has come. Returns those who must start anew, since their load hangs."""
-        adrift = []
-        for one in [one for one in self._loading if one.load.is_late or one.load.is_over]:
-            self._loading.remove(one)
-            self.streamer.ended(one.load, "async")
+    def collect(self) -> None:
+        """Commit the loads that have come, have failed or are late."""
+        for one in list(self._loading):
+            one.load.expire()
             if one.load.is_over:
-                self._commit(one)
-            else:
-                adrift.append(self._give_up(one))
-        for one in [one for one in self._stuck if one.load.is_over]:
-            self._stuck.remove(one)
-            self._cache.commit(one.lease, failed=True)
-        return [sample for sample in adrift if sample is not None]
+                self._end(one)
+
+    def abandon(self, lease: Lease) -> None:
+        """The request of an aborted lease has ended: end its load, so that its pages are free."""
+        for one in [one for one in self._loading if one.lease is lease]:
+            one.load.give_up("aborted", RequestError("the request was aborted"))
+            self._end(one)
+
+    def _end(self, one: Loading) -> None:
+        self._loading.remove(one)
+        self.streamer.ended(one.load, "async")
+        self._commit(one)
 
     def _commit(self, one: Loading) -> None:
         position = self._cache.commit(one.lease, one.load.num_good)
         if one.sample.lease is one.lease:
             one.sample.loaded(position)
 
-    def _give_up(self, one: Loading) -> Sample | None:
-        """Its pages stay with the load. The sample, if it has not ended meanwhile, has no lease any more."""
-        self._stuck.append(one)
-        if one.sample.lease is not one.lease:
-            return None
-        self._cache.abort(one.lease)
-        one.sample.lease = None
-        return one.sample
-
-    def abandon(self, lease: Lease) -> None:
-        """Its request has ended: what is not read yet need not be."""
-        for one in self._loading:
-            if one.lease is lease:
-                one.load.give_up("aborted", RequestError("the request was aborted"))
-
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduled: Sequence[tuple[Sample, StepTables]]) -> None:
-        """A step is about to run: what its layers wait for, and what they leave."""
-        self._transfers = StepTransfers(self.streamer.dumper, list(self._in_step.values()))
+        """A step is about to run: collect what its layers wait for, and what they leave.
+
+        A second call before `ran` adds to the first: what is pending stays pending.
+        """
+        if self._transfers is None:
+            self._transfers = StepTransfers(self.streamer.dumper)
+        self._transfers.loads = list(self._in_step.values())
         for sample, tables in scheduled:
             for one in self.dumps.of_step(sample, tables):
                 self._leaving.setdefault(sample, []).append(one)
@@ -206,9 +191,9 @@ class Streaming:
             self._transfers.after_layer(layer)
 
     def ran(self) -> None:
-        """All layers have run, or one has failed. Loads have come, have failed, or hang; may be said twice."""
+        """All layers have run, or one has failed: end the step's loads. A second call does nothing."""
         for load in self._in_step.values():
-            load.wait(_ALL_LAYERS)
+            load.finish()
         if self._transfers is not None:
             self.streamer.stats.wait_seconds += self._transfers.wait_seconds
             self._transfers = None
@@ -218,17 +203,10 @@ class Streaming:
         """Whether what the step computed for a sample does not count, since its load has failed."""
         return sample in self._in_step and self._in_step[sample].failure is not None
 
-    def hangs(self, sample: Sample) -> bool:
-        return sample in self._in_step and not self._in_step[sample].is_over
-
-    def discard(self, sample: Sample) -> bool:
-        """Take back the step of a sample whose load has failed. True: it has no lease any more, and starts anew."""
-        load, lease = self._in_step[sample], sample.lease
-        assert lease is not None
-        if load.is_over:
-            self._commit(Loading(sample, lease, load))
-            return False
-        return self._give_up(Loading(sample, lease, load)) is not None
+    def discard(self, sample: Sample) -> None:
+        """Take back the step of a sample whose load has failed, but for the tokens that were loaded whole."""
+        assert sample.lease is not None
+        self._commit(Loading(sample, sample.lease, self._in_step[sample]))
 
     def judge(self, sample: Sample, counts: bool) -> None:
         """What a sample's step has left is published, or not, when the step has been committed for everyone."""

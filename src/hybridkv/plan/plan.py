@@ -20,6 +20,10 @@ DEFAULT_BLOCK_TOKENS = 16
 MOST_BLOCK_TOKENS = 65536
 DEFAULT_ROW_LAYERS = 4
 DEFAULT_ROW_ORDER = "hlkt"
+_ENOUGH_PAGES = 16
+"""Blocks that a slab holds at least, in an arena of many slabs."""
+_MANY_SLABS = 4096
+"""Slabs that an arena keeps at least, if several are made one at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +150,31 @@ def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
             f"{format_bytes(options.memory_bytes)} is too little for {model.name} at TP {model.tp}: "
             f"give it at least {format_at_least(needed)}"
         )
+    slab_bytes = choice.slab_bytes * _slabs_together(groups, choice, options.memory_bytes)
     return Plan(
         model=model,
         options=options,
-        slab_bytes=choice.slab_bytes,
-        num_slabs=options.memory_bytes // choice.slab_bytes,
+        slab_bytes=slab_bytes,
+        num_slabs=options.memory_bytes // slab_bytes,
         groups=tuple(
-            GroupPlan(name, specs, layout, stride, choice.slab_bytes // stride)
+            GroupPlan(name, specs, layout, stride, slab_bytes // stride)
             for (name, specs), layout, stride in zip(groups.items(), layouts, choice.strides_bytes, strict=True)
         ),
     )
+
+
+def _slabs_together(groups: Mapping[str, tuple[LayerSpec, ...]], choice: SlabChoice, memory_bytes: int) -> int:
+    """How many chosen slabs make one: the cache keeps its books by slab, so many tiny slabs are slow.
+
+    Only blocks count, of which there are many. A slab of few states is free for others as soon as these are gone.
+    """
+    sizes = zip(groups.values(), choice.strides_bytes, strict=True)
+    per_slab = [choice.slab_bytes // stride for specs, stride in sizes if not isinstance(specs[0], LinearState)]
+    fewest, num_slabs = min(per_slab, default=_ENOUGH_PAGES), memory_bytes // choice.slab_bytes
+    together = 1
+    while fewest * together < _ENOUGH_PAGES and num_slabs > 2 * together * _MANY_SLABS:
+        together *= 2
+    return together
 
 
 def split_into_groups(layers: Sequence[LayerSpec], attn_pack_size: int | None) -> dict[str, tuple[LayerSpec, ...]]:

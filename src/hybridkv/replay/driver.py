@@ -35,7 +35,7 @@ def replay(
     """
     if not 0 < setting.speed < math.inf:
         raise HybridKVError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
-    policy = named_policy(setting.policy, None if compute is None else compute.flops)
+    policy = named_policy(setting.policy, None if compute is None else lambda: compute.flops)
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
     meter = Meter(cache, len(trace), trace.num_pieces, compute)
     requests: Requests = trace

@@ -1,8 +1,8 @@
 """One request's load: rows of stored objects on their way into pages, in the order in which layers need them.
 
-A row that is missing, short, corrupt or late spoils the load: rows after it are not read any more, and nobody is told
-that something is there which is not. Whoever waits for a layer is never kept longer than the deadline. The pages belong
-to the load until `is_over`: a read that hangs may still write into them.
+A row that is missing, short, corrupt or late makes the load fail: rows after it are not read. `wait` returns at the
+deadline at the latest. A row is read into a buffer of its own and reaches its pages only once it has been checked, so
+`give_up` takes effect at once: a read that hangs goes on in its thread, but no page is written after `give_up`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from hybridkv.store.errors import StoreError
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 from hybridkv.stream.pages import PageBytes
 from hybridkv.stream.workers import Workers
+
+_ALL_LAYERS = 1 << 30
 
 
 class _Source:
@@ -119,6 +121,9 @@ class Load:
         self._waiting = deque(sorted(_tasks(store, catalogue, tables, keys), key=lambda task: task.order))
         """Rows that nobody has begun to read."""
         self._num_reading = 0
+        self._num_copying = 0
+        """Readers that are copying a row into its pages."""
+        self._is_given_up = False
         self._left = Counter(task.row.first_layer for task in self._waiting)
         """Rows that are not there yet, by first layer."""
         self._sources = list(dict.fromkeys(task.source for task in self._waiting))
@@ -126,22 +131,24 @@ class Load:
 
     @property
     def is_over(self) -> bool:
-        """Nobody writes into its pages any more."""
+        """Its pages are not written any more: every row has come, or it was given up."""
         with self._changed:
-            return not self._waiting and not self._num_reading
+            return self._is_given_up or self._is_read
 
     @property
-    def num_reading(self) -> int:
-        """Rows that are being read right now."""
-        return self._num_reading
+    def is_reading(self) -> bool:
+        """Some reader is, or will be, occupied by it: also after it was given up, while a read hangs."""
+        with self._changed:
+            return not self._is_read
 
     @property
-    def is_late(self) -> bool:
-        """The deadline has passed; if so, it has failed."""
-        if self.is_over or self._clock() < self._deadline:
-            return False
-        self.give_up("timeout", TimeoutError("not all rows came in time"))
-        return True
+    def num_hanging(self) -> int:
+        """Readers that are occupied by it after its deadline."""
+        return self._num_reading if self._clock() >= self._deadline else 0
+
+    @property
+    def _is_read(self) -> bool:
+        return not self._waiting and not self._num_reading
 
     @property
     def num_good(self) -> int:
@@ -149,7 +156,7 @@ class Load:
         return self._good_until - self.start
 
     def submit(self, readers: Workers, on_over: Callable[[], None]) -> None:
-        """Have all rows read, the first needed first. `on_over` is called by the reader that ends it, if one does."""
+        """Have all rows read, the first needed first. The reader of the last row calls `on_over`."""
         for _ in range(len(self._waiting)):
             readers.submit(lambda: self._read_next(on_over))
 
@@ -161,12 +168,26 @@ class Load:
                 if left <= 0:
                     break
                 self._changed.wait(left)
-        self.is_late  # noqa: B018 - marks it as failed
+        self.expire()
+
+    def expire(self) -> None:
+        """Give up if the deadline has passed."""
+        if self._clock() >= self._deadline and not self.is_over:
+            self.give_up("timeout", TimeoutError("not all rows came in time"))
+
+    def finish(self) -> None:
+        """Wait for all rows. After a failure or at the deadline, give up on those that have not come."""
+        self.wait(_ALL_LAYERS)
+        if not self.is_over:
+            self.give_up("aborted", RuntimeError("another row failed"))
 
     def give_up(self, failure: str, error: BaseException) -> None:
-        """Nobody wants it any more. Reads under way go on until they end."""
+        """Write no page from now on. Reads under way go on until they end, and what they bring is dropped."""
+        with self._changed:
+            self._is_given_up = True
+            self._changed.wait_for(lambda: not self._num_copying)
         self._fail(failure, self.start, error)
-        if self.is_over:
+        if not self.is_reading:
             self._close()
 
     def _read_next(self, on_over: Callable[[], None]) -> None:
@@ -188,11 +209,20 @@ class Load:
         self._read_over(task, on_over)
 
     def _read(self, task: _Task) -> None:
-        self._ordered()
-        group, source = task.source.group.plan, task.source
-        self._pages.fill(group, task.row, task.pages, lambda buffers: source.read(task.number, buffers))
+        staged = self._pages.stage(task.row, len(task.pages))
+        task.source.read(task.number, [staged])
         with self._changed:
-            self.num_bytes += task.row.nbytes * len(task.pages)
+            self.num_bytes += len(staged)
+            if self._is_given_up:
+                return
+            self._num_copying += 1
+        try:
+            self._ordered()
+            self._pages.copy_in(task.source.group.plan, task.row, task.pages, staged)
+        finally:
+            with self._changed:
+                self._num_copying -= 1
+                self._changed.notify_all()
 
     def _fail(self, failure: str, start: int, error: BaseException) -> None:
         """What begins at `start` or later is lost; where windows and states are those of the end, everything is."""
@@ -209,8 +239,8 @@ class Load:
             self._num_reading -= 1
             self.seconds = self._clock() - self._began
             self._changed.notify_all()
-            is_over = not self._waiting and not self._num_reading
-        if is_over:
+            is_read = self._is_read
+        if is_read:
             self._close()
             on_over()
 

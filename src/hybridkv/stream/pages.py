@@ -1,4 +1,7 @@
-"""The bytes of rows in the arena, for those who move them: in place on a CPU, through pinned memory on a GPU.
+"""The bytes of rows in the arena, and how they get in and out: plain copies on a CPU, pinned memory on a GPU.
+
+Rows are read into a buffer outside the arena first and copied into their pages once they have been checked. So a read
+that hangs, or that brings wrong bytes, never touches a page.
 
 Transfers on a GPU run on a stream of their own. What they write is ordered after all that was submitted when they were
 prepared; what they read is ordered before all that is submitted after `settle`.
@@ -18,9 +21,6 @@ from hybridkv.plan import GroupPlan, Row
 _WORD = torch.int64
 """What rows are copied as on a GPU: they begin and end on 64 bytes."""
 
-Read = Callable[[Sequence[memoryview]], None]
-"""Fills buffers, one after the other."""
-
 
 class Copy(NamedTuple):
     """Bytes that were copied out of the arena, or will be as soon as `wait` returns."""
@@ -34,11 +34,18 @@ class PageBytes(ABC):
 
     @abstractmethod
     def order(self) -> Callable[[], None]:
-        """Call it now, and what it returns on the thread that fills pages: it must not be earlier than all before."""
+        """Call on the engine thread. Returns a function for the reader thread, to be called before `copy_in`.
+
+        It orders that copy after everything that was submitted before this call.
+        """
 
     @abstractmethod
-    def fill(self, group: GroupPlan, row: Row, pages: Sequence[int | None], read: Read) -> None:
-        """Have `read` fill the row of each page; None stands for bytes that nobody wants. Done when it returns."""
+    def stage(self, row: Row, count: int) -> memoryview:
+        """A buffer outside the arena for the row of `count` pages, for a store to read into."""
+
+    @abstractmethod
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        """Copy a staged row into its pages. A page of None is skipped. The copy is complete on return."""
 
     @abstractmethod
     def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
@@ -62,8 +69,13 @@ class HostPages(PageBytes):
     def order(self) -> Callable[[], None]:
         return _nothing
 
-    def fill(self, group: GroupPlan, row: Row, pages: Sequence[int | None], read: Read) -> None:
-        read([memoryview(bytearray(row.nbytes)) if page is None else self._view(group, row, page) for page in pages])
+    def stage(self, row: Row, count: int) -> memoryview:
+        return memoryview(torch.empty(row.nbytes * count, dtype=torch.uint8).numpy()).cast("B")
+
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        for index, page in enumerate(pages):
+            if page is not None:
+                self._view(group, row, page)[:] = staged[index * row.nbytes : (index + 1) * row.nbytes]
 
     def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
         data = memoryview(bytearray(row.nbytes * len(pages)))
@@ -92,12 +104,14 @@ class DevicePages(PageBytes):
         submitted = torch.cuda.current_stream(self._device).record_event()
         return lambda: self._in.wait_event(submitted)
 
-    def fill(self, group: GroupPlan, row: Row, pages: Sequence[int | None], read: Read) -> None:
-        staged = _pinned(row, len(pages))
-        read([memoryview(staged.numpy()).cast("B")])
+    def stage(self, row: Row, count: int) -> memoryview:
+        return memoryview(_pinned(row, count).numpy()).cast("B")
+
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        words = torch.frombuffer(staged, dtype=_WORD).view(len(pages), -1)
         wanted = [index for index, page in enumerate(pages) if page is not None]
         with torch.cuda.stream(self._in):
-            rows = staged.to(self._device, non_blocking=True)
+            rows = words.to(self._device, non_blocking=True)
             if len(wanted) < len(pages):
                 rows = rows[torch.tensor(wanted, device=self._device)]
             places = torch.tensor([page for page in pages if page is not None], device=self._device)

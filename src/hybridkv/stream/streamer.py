@@ -107,7 +107,7 @@ class Streamer:
         self._asked: list[Fetch] = []
         """Lookups that have not been answered yet."""
         self._loads: list[Load] = []
-        """Loads whose pages are still written to."""
+        """Loads that still occupy readers."""
         self._finders.submit(lambda: store.describe(self.catalogue.namespace, self.catalogue.description))
 
     def block_keys(self, root_key: bytes) -> BlockKeys:
@@ -131,10 +131,10 @@ class Streamer:
         return fetch
 
     def _is_blocked(self) -> bool:
-        """Whether all who could look up, or all who could read, hang: nobody shall wait for them."""
+        """Whether all threads that look up, or all that read, hang: then no request waits for them."""
         self._asked = [fetch for fetch in self._asked if not fetch.is_answered]
-        self._loads = [load for load in self._loads if not load.is_over]
-        num_hanging = sum(load.num_reading for load in self._loads if load.is_late)
+        self._loads = [load for load in self._loads if load.is_reading]
+        num_hanging = sum(load.num_hanging for load in self._loads)
         return sum(fetch.is_late for fetch in self._asked) >= self._finders.count or num_hanging >= self._readers.count
 
     def load(self, tables: StepTables, keys: BlockKeys, tokens: bytes | bytearray) -> Load:
