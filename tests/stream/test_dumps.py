@@ -17,7 +17,7 @@ from hybridkv.store.files import FileStore
 from hybridkv.store.guard import Guarded
 from tests.engine.drive import GREEDY, check_greedy, memory_for
 from tests.engine.zoo import prompt
-from tests.store.faulty import Fault, Kind
+from tests.store.faulty import Fault, FaultyDraft, Kind
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
 from tests.stream.faults import GarbageStore, check_same, contents
 from tests.stream.test_faults import FAMILIES, STORED
@@ -278,6 +278,76 @@ def test_close_leaves_no_draft_of_a_step_that_never_ended(tmp_path: Path, monkey
     assert driver.stats.dump_bytes_waiting == 0
     assert os.listdir(tmp_path / "hybridkv-v1" / "drafts") == []
     assert len(os.listdir("/proc/self/fd")) <= num_files
+
+
+@pytest.mark.parametrize("what", ["create", "write"])
+def test_closing_waits_for_a_store_only_as_long_as_it_answers(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that take 0.15 s each are all written; a store that takes nothing for 0.5 s is left alone."""
+    monkeypatch.setattr("hybridkv.stream.dump._STALL_S", 0.5)
+    store, hangs, release = GarbageStore(plain_store()), threading.Event(), threading.Event()
+    if what == "create":
+        create = store.create
+        monkeypatch.setattr(store, "create", lambda *args, **options: pause() or create(*args, **options))
+    else:
+        draft = FaultyDraft.write_at
+        monkeypatch.setattr(FaultyDraft, "write_at", lambda *args: pause() or draft(*args))
+
+    def pause() -> bool:
+        return release.wait(20 if hangs.is_set() else 0.15) and False
+
+    driver = StreamDriver(model_of("llama"), store)
+    serve(driver, "a", 1)
+    driver.close(clean=False)
+    assert driver.stats.dump_bytes_waiting == 0
+    assert driver.stats.dumped > 1
+    driver = StreamDriver(model_of("llama"), store)
+    hangs.set()
+    serve(driver, "b", 2)
+    start = time.monotonic()
+    driver.close(clean=False)
+    assert time.monotonic() - start < 5
+    assert driver.stats.dump_bytes_waiting > 0
+    release.set()
+
+
+def test_beginning_a_step_twice_loses_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, twice = plain_store(), plain_store()
+    for store in (once, twice):
+        driver = StreamDriver(model_of("falcon_h1"), store)
+        if store is twice:
+            begin_step = driver.streaming.begin_step
+            monkeypatch.setattr(
+                driver.streaming, "begin_step", lambda step, begin=begin_step: (begin(step), begin(step))
+            )
+        serve(driver, "a", 1)
+        driver.drain()
+        assert driver.stats.dumps_discarded == driver.stats.dumps_failed == 0
+        if store is twice:
+            check_same(twice, once)
+            assert contents(twice).keys() == contents(once).keys()
+            assert len(contents(twice)) == driver.stats.dumped == 4
+        driver.runner.close()
+
+
+def test_a_step_that_was_begun_and_never_ran_leaves_nothing_and_its_objects_are_counted() -> None:
+    store = plain_store()
+    driver = StreamDriver(model_of("falcon_h1"), store)
+    driver.add("a", prompt(90, 1), BRIEF)
+    scheduled: list[Any] = []
+    while not scheduled:  # until the store has answered
+        scheduled, _ = driver.core.scheduler.schedule()
+    driver.streaming.begin_step(scheduled)
+    begun = len(driver.streamer.dumper._writing)
+    assert begun
+    for sample, _ in scheduled:
+        driver.cache.commit(sample.lease, failed=True)
+    held = driver.cache.extend(driver.cache.begin(prompt(40, 9)), 40)  # so that the next step gets other pages
+    assert held
+    driver.run()  # the next step begins while the first is pending
+    driver.drain()
+    assert driver.stats.dumps_discarded == begun
+    check_same(store, filled("falcon_h1", "90/1"))
+    driver.close(clean=False)
 
 
 def test_close_leaves_a_write_that_hangs_to_itself() -> None:

@@ -63,6 +63,7 @@ class Streaming:
         self._leaving: dict[Sample, list[Outgoing]] = {}
         self._verdicts: list[tuple[Outgoing, bool]] = []
         self._transfers: StepTransfers | None = None
+        self._begun: Sequence[tuple[Sample, StepTables]] = ()
 
     @property
     def num_loading(self) -> int:
@@ -172,11 +173,14 @@ class Streaming:
     def begin_step(self, scheduled: Sequence[tuple[Sample, StepTables]]) -> None:
         """A step is about to run: collect what its layers wait for, and what they leave.
 
-        A second call before `ran` adds to the first: what is pending stays pending.
+        A second call with the same step changes nothing. A call with another one, although the first never ran,
+        discards what the first would have left, and counts it.
         """
-        if self._transfers is None:
-            self._transfers = StepTransfers(self.streamer.dumper)
-        self._transfers.loads = list(self._in_step.values())
+        if self._transfers is not None and scheduled == self._begun:
+            return
+        self._publish()
+        self._begun = scheduled
+        self._transfers = StepTransfers(self.streamer.dumper, list(self._in_step.values()))
         for sample, tables in scheduled:
             for one in self.dumps.of_step(sample, tables):
                 self._leaving.setdefault(sample, []).append(one)
@@ -212,15 +216,23 @@ class Streaming:
         """What a sample's step has left is published, or not, when the step has been committed for everyone."""
         if sample in self._in_step:
             sample.loaded(self._in_step[sample].end)
-        self._verdicts += [(one, counts) for one in self._leaving.pop(sample, ())]
+        self._decide(sample, counts)
 
     def end_step(self) -> None:
-        """The step is over for everyone in it. Who was not judged has failed."""
+        """The step is over for everyone in it. A sample that was not judged has failed."""
         for load in self._in_step.values():
             self.streamer.ended(load, "layerwise")
         self._in_step = {}
+        self._begun = ()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish what was judged good. Everything else that the step would have left is discarded."""
         for sample in list(self._leaving):
-            self.judge(sample, False)
+            self._decide(sample, False)
         for one, counts in self._verdicts:
             self.streamer.dumper.judge(one, counts)
         self._verdicts = []
+
+    def _decide(self, sample: Sample, counts: bool) -> None:
+        self._verdicts += [(one, counts) for one in self._leaving.pop(sample, ())]

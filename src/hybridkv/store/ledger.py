@@ -24,7 +24,8 @@ from hybridkv.store.errors import StoreError, StoreFault
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
-_PATIENCE_S = 30.0
+_PATIENCE_S = 2.0
+"""Closing waits this long for a thread that is at the books."""
 
 
 @dataclass(slots=True)

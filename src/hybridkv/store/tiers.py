@@ -21,7 +21,7 @@ logger = logging.getLogger("hybridkv.store")
 
 _MOST_WAITING_BYTES = 256 << 20
 _BATCH = 256
-_PATIENCE_S = 30.0
+_PATIENCE_S = 10.0
 
 
 class Write(Enum):

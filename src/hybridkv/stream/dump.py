@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -22,6 +23,8 @@ T = TypeVar("T")
 LOG = logging.getLogger("hybridkv.stream")
 
 _THREADS = 2
+_STALL_S = 3.0
+"""Closing gives up on a store that has not taken a single row for so long."""
 
 
 class Outgoing:
@@ -72,6 +75,7 @@ class Dumper:
         self._stats = stats
         self._max_waiting_bytes = max_waiting_bytes
         self._changed = threading.Condition()
+        """Notified of every row and object that the store has taken or refused."""
         self._writing: dict[ObjectName, Outgoing] = {}
         """Objects that were begun and have not ended. Whether the store has others, it says itself."""
         self._workers = Workers(_THREADS, "hybridkv-dump")
@@ -108,7 +112,7 @@ class Dumper:
             self._changed.wait_for(lambda: not self._writing)
 
     def close(self, timeout_s: float) -> None:
-        """When everything that has been judged is written. Writes that hang are left to themselves.
+        """Wait until everything that has been judged is written: `timeout_s` at most, and not for a store that hangs.
 
         What has not been judged never will be: its step has not come to its end.
         """
@@ -116,7 +120,16 @@ class Dumper:
             unjudged = [one for one in self._writing.values() if not one.is_judged]
         for one in unjudged:
             self.judge(one, False)
-        self._workers.close(timeout_s)
+        self._workers.close(timeout_s if self._wait_while_busy(timeout_s) else 0.0)
+
+    def _wait_while_busy(self, timeout_s: float) -> bool:
+        """Whether everything is written. False: time is up, or the store hangs."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._writing:
+                if not self._changed.wait(min(deadline - time.monotonic(), _STALL_S)):
+                    return False
+        return True
 
     def _do(self, outgoing: Outgoing, action: Callable[[], None]) -> None:
         if outgoing.push(action):
@@ -164,4 +177,7 @@ class Dumper:
         except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
             outgoing.failed = True
             LOG.exception("%s could not be written", outgoing.name)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
         return None
