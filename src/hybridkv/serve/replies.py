@@ -125,6 +125,7 @@ class TokenizeReply(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class DetokenizeReply(BaseModel):

@@ -19,6 +19,7 @@ from hybridkv.serve.metrics import Metrics
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.streams import DONE, EventStream
+from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
 from hybridkv.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
@@ -55,7 +56,13 @@ class Service:
         if path in (COMPLETIONS, CHAT):
             self.metrics.ended(outcome)
 
-    async def tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
+    async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
+        """Tokens, or their text. The reply, which may be long, is written where it is computed."""
+        self.check_model(body.model)
+        content = await self._tokenized(request, lambda engine: body.reply(engine).model_dump_json(), body.source)
+        return Response(content, media_type="application/json")
+
+    async def _tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
         """What `work` makes of the engine's tokenizer, while the client is there. `field`: that it is about."""
         size = len(await request.body())
         try:
@@ -71,7 +78,7 @@ class Service:
         params = body.params()
         ticket = self.gate.enter()
         try:
-            asked = await self.tokenized(request, body.prepare, body.source)
+            asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
             job = Job(asked.prompts, params, body.cache_salt or "", ticket)
