@@ -112,4 +112,5 @@ def test_the_model_that_is_served(served: Served) -> None:
     [card] = served.client.models.list().data
     assert (card.id, card.owned_by) == (MODEL, "hybridkv")
     assert served.client.models.retrieve(MODEL).id == MODEL
+    assert served.http.get("/v1/models").json()["data"][0]["root"] == MODEL  # no directory is known
     assert served.http.get("/health").json() == {"status": "ok"}

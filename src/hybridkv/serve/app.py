@@ -57,6 +57,8 @@ class ServeOptions:
     """How a server treats its clients."""
 
     model_name: str
+    root: str | None = None
+    """The model's directory. Clients are told, and may call the model so too: they find its tokenizer there."""
     api_keys: tuple[str, ...] = ()
     """Any of them opens the door; none: it is open."""
     max_body_bytes: int = 16 * 2**20
@@ -66,7 +68,7 @@ class ServeOptions:
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The engine stays the caller's: close it afterwards."""
-    service = Service(engine, options.model_name, options.max_waiting)
+    service = Service(engine, options.model_name, options.root or options.model_name, options.max_waiting)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

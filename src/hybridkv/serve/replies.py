@@ -113,6 +113,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "hybridkv"
+    root: str
     max_model_len: int
 
 

@@ -32,9 +32,10 @@ CHAT = "/v1/chat/completions"
 class Service:
     """One engine under one model name."""
 
-    def __init__(self, engine: Engine, model_name: str, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, model_name: str, root: str, max_waiting: int) -> None:
         self.engine = engine
         self.model_name = model_name
+        self.root = root
         self.gate = Gate(max_waiting)
         self.metrics = Metrics(engine, self.gate)
         self._texts = TokenTexts(engine.tokenizer)
@@ -45,10 +46,12 @@ class Service:
         self._tokenizing.close()
 
     def card(self) -> ModelCard:
-        return ModelCard(id=self.model_name, created=self._created, max_model_len=self.engine.max_length)
+        return ModelCard(
+            id=self.model_name, root=self.root, created=self._created, max_model_len=self.engine.max_length
+        )
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.model_name):
+        if name not in (None, "", self.model_name, self.root):
             raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
 
     def count(self, path: str, outcome: str) -> None:
