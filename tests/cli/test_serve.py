@@ -111,7 +111,10 @@ def test_patience_with_long_replies_ends(checkpoint: str) -> None:
         assert "Authorization: Bearer $KEY" in server.curl
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer k3y"}).json()
-        assert models["data"][0]["id"] == "mine"
+        assert (models["data"][0]["id"], models["data"][0]["root"]) == ("mine", checkpoint)
+        body = {"model": checkpoint, "prompt": "x"}
+        asked = httpx.post(f"{server.url}/tokenize", json=body, headers={"Authorization": "Bearer k3y"})
+        assert asked.status_code == 200
         text = stream_while_stopping(server, key="k3y", n=64, max_tokens=480)
         code, log = server.end()
     assert code == 0

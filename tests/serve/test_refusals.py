@@ -101,6 +101,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "chat_template_kwargs has add_generation_prompt, which is not the template's to know",
     ),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "must stay within 512"),
+    (
+        {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "continue_final_message with add_generation_prompt: a new message cannot follow one that is continued",
+    ),
+    ({"prompt": "x", "continue_final_message": True}, "continue_final_message", "it is for messages"),
+    (
+        {"prompt": "x", "add_special_tokens": 1},
+        "add_special_tokens",
+        "add_special_tokens is 1: it should be a valid bool",
+    ),
     ({"messages": HELLO, "echo": True}, "echo", "echo is not supported: it is for /v1/completions"),
     ({"messages": HELLO, "prompt": "x"}, "prompt", "prompt is not supported: it is for /v1/completions"),
     ({"messages": HELLO, "enable_thinking": True}, "enable_thinking", "enable_thinking is not supported"),
@@ -144,19 +155,6 @@ def test_too_long_has_the_code_that_clients_look_for(served: Served) -> None:
     assert error_of(served.post(COMPLETIONS, prompt=[]), 400)["code"] == "bad_request"
 
 
-def test_tokenizing_refuses_by_name_too(served: Served) -> None:
-    wrong: list[tuple[str, dict[str, Any], int, str]] = [
-        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
-        ("/tokenize", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
-        ("/detokenize", {"tokens": [99999]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
-    ]
-    for path, body, status, param in wrong:
-        assert error_of(served.post(path, **body), status)["param"] == param
-    assert served.post("/tokenize", prompt="x", messages=HELLO).status_code == 400
-
-
 RAW: list[tuple[bytes, str]] = [
     (b"", "the body is missing: send a JSON object"),
     (b"{", "the body is no JSON"),
@@ -181,11 +179,6 @@ RAW: list[tuple[bytes, str]] = [
 def test_bodies_that_are_hardly_json(body: bytes, words: str, served: Served) -> None:
     response = served.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert words in error_of(response, 400)["message"]
-
-
-def test_a_text_to_tokenize_is_one_text(served: Served) -> None:
-    error = error_of(served.post("/tokenize", prompt=[1, 2]), 400)
-    assert error["message"] == "prompt is [1, 2]: it should be a valid string"
 
 
 def test_messages_that_are_no_text(served: Served) -> None:
@@ -222,11 +215,11 @@ def test_many_mistakes_are_as_soon_told_as_one(served: Served) -> None:
 def test_a_long_text_holds_up_no_short_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, has_begun, may_end = served.engine.prepare, threading.Event(), threading.Event()
 
-    def slow(text: Any) -> Any:
+    def slow(text: Any, **named: Any) -> Any:
         if isinstance(text, str) and len(text) > 100_000:
             has_begun.set()
             assert may_end.wait(10)
-        return prepare(text)
+        return prepare(text, **named)
 
     monkeypatch.setattr(served.engine, "prepare", slow)
     with ThreadPoolExecutor(1) as other:

@@ -93,7 +93,7 @@ def test_a_long_text_holds_nobody_up(
     """Neither the server's end nor the process': nothing stops a tokenizer."""
     has_begun, may_end, tokenizing = threading.Event(), threading.Event(), []
 
-    def slow(text: Any) -> Any:
+    def slow(text: Any, **named: Any) -> Any:
         tokenizing.append(threading.current_thread())
         has_begun.set()
         may_end.wait(10)

@@ -90,11 +90,14 @@ def serve_command(
     options = EngineOptions(
         checkpoint, memory, dtype, device, trust_remote_code, store, stream, max_length, max_running, compile
     )
-    model_name = name or Path(checkpoint).resolve().name
+    root = Path(checkpoint).resolve()
+    model_name = name or root.name
     with options.start() as engine:
         app = serve.make_app(
             engine,
-            serve.ServeOptions(model_name, api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting),
+            serve.ServeOptions(
+                model_name, root=str(root), api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting
+            ),
         )
         server.run(app, drain_s=drain_s, on_ready=lambda: _announce(engine, server, model_name, keys, store or []))
 

@@ -48,12 +48,16 @@ def render_chat(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """What the tokenizer's chat template makes of messages. The ends of the first and the last are breakpoints.
 
     Templates are programs: some write a message differently when others follow. Only ends that are really there in the
-    whole text become breakpoints. `options`: passed on to the template.
+    whole text become breakpoints. `continue_final_message`: the text ends with the last message's content, and not with
+    what the template writes behind it. `add_special_tokens`: those that the tokenizer puts around a plain text, on top
+    of the template's. `options`: passed on to the template.
     """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
         raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
@@ -61,28 +65,29 @@ def render_chat(
         raise RequestError("a chat needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template: pass a plain prompt")
-    text = check_text(_render(tokenizer, messages, add_generation_prompt, options or {}))
+    if continue_final_message and add_generation_prompt:
+        message = "continue_final_message with add_generation_prompt: a new message cannot follow one that is continued"
+        raise RequestError(f"{message}; leave one of both out", "continue_final_message")
+    fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    text = check_text(_render(tokenizer, messages, {**(options or {}), **fixed}))
     ends = []
     for count in sorted({1, *range(max(1, len(messages) - _LAST_ENDS), len(messages))} - {len(messages)}):
         try:
-            start = _render(tokenizer, messages[:count], False, options or {})
+            start = _render(tokenizer, messages[:count], {**(options or {}), "add_generation_prompt": False})
         except RequestError:
             continue  # a template that wants roles to alternate may refuse a part
         if text.startswith(start):
             ends.append(len(start))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=bool(tokenizer.is_fast))
     token_ids: list[int] = encoded["input_ids"]
     offsets = encoded.get("offset_mapping", [])
     return Prompt(token_ids, _token_positions(offsets, ends))
 
 
-def _render(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
-) -> str:
+def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     plain = [dict(message) for message in messages]
-    fixed = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text: str = tokenizer.apply_chat_template(plain, **{**options, **fixed})
+        text: str = tokenizer.apply_chat_template(plain, **{**options, "tokenize": False})
     except Exception as error:  # templates are code of others
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     return text

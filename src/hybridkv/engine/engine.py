@@ -180,12 +180,15 @@ class Engine:
             if not done:
                 self._loop.abort(request_id)
 
-    def prepare(self, prompt: AnyPrompt) -> Prompt:
-        """A prompt's tokens. Both other verbs do this by themselves; a long text may take a while."""
+    def prepare(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> Prompt:
+        """A prompt's tokens. Both other verbs do this by themselves; a long text may take a while.
+
+        `add_special_tokens`: of a text, those that the tokenizer puts around it, such as one for its beginning.
+        """
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
-            return Prompt(self._need_tokenizer().encode(check_text(prompt)))
+            return Prompt(self._need_tokenizer().encode(check_text(prompt), add_special_tokens=add_special_tokens))
         ids: Any = prompt.tolist() if isinstance(prompt, (np.ndarray, Tensor)) else prompt
         if isinstance(ids, bytes) or not isinstance(ids, Sequence):
             kind = type(prompt).__name__
@@ -211,21 +214,28 @@ class Engine:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Messages as the model's chat template writes them, with breakpoints after messages.
 
-        `template_options`: what else the template knows, such as `enable_thinking` of Qwen's.
+        `continue_final_message`: leave the last message open, without `add_generation_prompt`. `add_special_tokens`: on
+        top of the template's. `template_options`: what else the template knows, such as `enable_thinking` of Qwen's.
         """
         return render_chat(
-            self._need_tokenizer(), messages, add_generation_prompt=add_generation_prompt, options=template_options
+            self._need_tokenizer(),
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            add_special_tokens=add_special_tokens,
+            options=template_options,
         )
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        text: str = self._need_tokenizer().decode(
-            self.core.limits.check_ids(token_ids).tolist(), skip_special_tokens=False
-        )
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        ids = self.core.limits.check_ids(token_ids).tolist()
+        text: str = self._need_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def stats(self) -> EngineStats:

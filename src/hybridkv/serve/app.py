@@ -27,8 +27,9 @@ from hybridkv.serve.replies import (
     ResetReply,
     TokenizeReply,
 )
-from hybridkv.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
+from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.service import CHAT, COMPLETIONS, Service
+from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeRequest
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "Something in the request is wrong"},
@@ -56,6 +57,8 @@ class ServeOptions:
     """How a server treats its clients."""
 
     model_name: str
+    root: str | None = None
+    """The model's directory. Clients are told, and may call the model so too: they find its tokenizer there."""
     api_keys: tuple[str, ...] = ()
     """Any of them opens the door; none: it is open."""
     max_body_bytes: int = 16 * 2**20
@@ -65,7 +68,7 @@ class ServeOptions:
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The engine stays the caller's: close it afterwards."""
-    service = Service(engine, options.model_name, options.max_waiting)
+    service = Service(engine, options.model_name, options.root or options.model_name, options.max_waiting)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -103,20 +106,15 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request, body: TokenizeText | TokenizeChat) -> TokenizeReply:
+    @app.post("/tokenize", responses={200: {"model": TokenizeReply}}, response_model=None)
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """A text's tokens, or those of messages."""
-        service.check_model(body.model)
-        prompt = await service.tokenized(request, body.render, body.source)
-        tokens = list(prompt.token_ids)
-        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_length)
+        return await service.answer_tokens(request, body)
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeReply:
+    @app.post("/detokenize", responses={200: {"model": DetokenizeReply}}, response_model=None)
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         """The text of tokens."""
-        service.check_model(body.model)
-        text = await service.tokenized(request, lambda engine: engine.detokenize(body.tokens), "tokens")
-        return DetokenizeReply(prompt=text)
+        return await service.answer_tokens(request, body)
 
 
 def _add_care(app: FastAPI, service: Service) -> None:

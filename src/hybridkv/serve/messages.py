@@ -58,13 +58,22 @@ class ChatPrompt(BaseModel):
 
     source: ClassVar[str] = "messages"
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of a reply. Default: true, unless the last message is continued."
+    )
+    continue_final_message: bool | None = Field(None, description="Leave the last message open: the reply goes on.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add those that the tokenizer puts around texts to those of the template. Default: false."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template knows.")
 
     def render(self, engine: Engine) -> Prompt:
         check_template_options(self.chat_template_kwargs or {})
+        continues, adds = bool(self.continue_final_message), self.add_generation_prompt
         return engine.render_chat(
             [message.for_template(number) for number, message in enumerate(self.messages)],
-            add_generation_prompt=self.add_generation_prompt,
+            add_generation_prompt=not continues if adds is None else adds,
+            continue_final_message=continues,
+            add_special_tokens=bool(self.add_special_tokens),
             template_options=self.chat_template_kwargs,
         )

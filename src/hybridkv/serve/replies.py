@@ -113,6 +113,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "hybridkv"
+    root: str
     max_model_len: int
 
 
@@ -125,6 +126,7 @@ class TokenizeReply(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class DetokenizeReply(BaseModel):

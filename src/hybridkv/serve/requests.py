@@ -138,6 +138,9 @@ class CompletionRequest(_SampledRequest):
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description=f"Default: {COMPLETION_TOKENS}.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Begin the text with the prompt's.")
+    add_special_tokens: bool | None = Field(
+        None, description="Of a text: add those that the tokenizer puts around it. Default: true."
+    )
 
     def params(self) -> SamplingParams:
         self.refuse_unsupported()
@@ -148,7 +151,8 @@ class CompletionRequest(_SampledRequest):
 
     def prepare(self, engine: Engine) -> Asked:
         texts = as_list(self.prompt)
-        prompts = [self.with_breakpoints(engine.prepare(prompt)) for prompt in texts]
+        adds = self.add_special_tokens is not False
+        prompts = [self.with_breakpoints(engine.prepare(one, add_special_tokens=adds)) for one in texts]
         if not self.echo:
             return Asked(prompts)
         pairs = zip(texts, prompts, strict=True)
@@ -173,39 +177,6 @@ class ChatRequest(_SampledRequest, ChatPrompt):
 
     def prepare(self, engine: Engine) -> Asked:
         return Asked([self.with_breakpoints(self.render(engine))])
-
-
-class TokenizeText(BaseModel):
-    """Of `/tokenize`, for a text."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    source: ClassVar[str] = "prompt"
-    model: str | None = None
-    prompt: str
-
-    def render(self, engine: Engine) -> Prompt:
-        check_extras(self.model_extra or {})
-        return engine.prepare(self.prompt)
-
-
-class TokenizeChat(ChatPrompt):
-    """Of `/tokenize`, for messages as the chat template writes them."""
-
-    model: str | None = None
-
-    def render(self, engine: Engine) -> Prompt:
-        check_extras(self.model_extra or {})
-        return super().render(engine)
-
-
-class DetokenizeRequest(BaseModel):
-    """Of `/detokenize`."""
-
-    model_config = ConfigDict(strict=True)
-
-    model: str | None = None
-    tokens: TokenIds
 
 
 def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:

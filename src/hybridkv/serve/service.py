@@ -19,6 +19,7 @@ from hybridkv.serve.metrics import Metrics
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.streams import DONE, EventStream
+from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
 from hybridkv.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
@@ -31,9 +32,10 @@ CHAT = "/v1/chat/completions"
 class Service:
     """One engine under one model name."""
 
-    def __init__(self, engine: Engine, model_name: str, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, model_name: str, root: str, max_waiting: int) -> None:
         self.engine = engine
         self.model_name = model_name
+        self.root = root
         self.gate = Gate(max_waiting)
         self.metrics = Metrics(engine, self.gate)
         self._texts = TokenTexts(engine.tokenizer)
@@ -44,10 +46,12 @@ class Service:
         self._tokenizing.close()
 
     def card(self) -> ModelCard:
-        return ModelCard(id=self.model_name, created=self._created, max_model_len=self.engine.max_length)
+        return ModelCard(
+            id=self.model_name, root=self.root, created=self._created, max_model_len=self.engine.max_length
+        )
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.model_name):
+        if name not in (None, "", self.model_name, self.root):
             raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
 
     def count(self, path: str, outcome: str) -> None:
@@ -55,7 +59,13 @@ class Service:
         if path in (COMPLETIONS, CHAT):
             self.metrics.ended(outcome)
 
-    async def tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
+    async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
+        """Tokens, or their text. The reply, which may be long, is written where it is computed."""
+        self.check_model(body.model)
+        content = await self._tokenized(request, lambda engine: body.reply(engine).model_dump_json(), body.source)
+        return Response(content, media_type="application/json")
+
+    async def _tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
         """What `work` makes of the engine's tokenizer, while the client is there. `field`: that it is about."""
         size = len(await request.body())
         try:
@@ -71,7 +81,7 @@ class Service:
         params = body.params()
         ticket = self.gate.enter()
         try:
-            asked = await self.tokenized(request, body.prepare, body.source)
+            asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
             job = Job(asked.prompts, params, body.cache_salt or "", ticket)

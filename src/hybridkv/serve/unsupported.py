@@ -17,14 +17,13 @@ _TEMPLATE = "pass what the chat template knows as chat_template_kwargs"
 _NO_CHAT = "it is for /v1/chat/completions"
 _NO_PROMPT = "it is for /v1/completions"
 _UNSUPPORTED = {
-    "add_special_tokens": "send token ids to decide on every token yourself",
     "allowed_token_ids": _ALL_TOKENS,
     "audio": "only text is served",
     "bad_words": _ALL_TOKENS,
     "best_of": "use n, and choose among the replies yourself",
     "chat_template": "the model's own is used",
     "continuous_usage_stats": "use include_usage",
-    "continue_final_message": "a chat ends with a message that is complete",
+    "continue_final_message": "it is for messages",
     "documents": _TEMPLATE,
     "ebnf": _FREE_TEXT,
     "echo": _NO_PROMPT,
@@ -68,7 +67,6 @@ _UNSUPPORTED = {
     "web_search_options": _NO_TOOLS,
 }
 _HARMLESS: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (True,),
     "best_of": (1,),
     "function_call": ("none",),
     "length_penalty": (1,),
@@ -84,7 +82,7 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing."""
-_ON_BY_DEFAULT = frozenset(("add_special_tokens", "skip_special_tokens"))
+_ON_BY_DEFAULT = frozenset(("skip_special_tokens",))
 """Fields of which "false" asks for something."""
 _NO_TEMPLATE_OPTIONS = frozenset(
     (

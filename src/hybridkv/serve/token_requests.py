@@ -1,0 +1,82 @@
+"""What clients may send to `/tokenize` and `/detokenize`, as vLLM's clients send it, and what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from hybridkv.engine import Engine, Prompt
+from hybridkv.errors import RequestError
+from hybridkv.serve.messages import ChatPrompt
+from hybridkv.serve.replies import DetokenizeReply, TokenizeReply
+from hybridkv.serve.requests import TokenIds
+from hybridkv.serve.unsupported import check_extras
+
+
+class _TokenRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+
+
+class _Tokenize(_TokenRequest):
+    return_token_strs: bool | None = Field(None, description="Add every token as the vocabulary writes it.")
+
+    def _reply(self, engine: Engine, prompt: Prompt) -> TokenizeReply:
+        tokenizer: Any = engine.tokenizer  # there is one: it has made the prompt
+        tokens = list(prompt.token_ids)
+        strs = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
+        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=engine.max_length, token_strs=strs)
+
+
+class TokenizeText(_Tokenize):
+    """Of `/tokenize`, for a text."""
+
+    source: ClassVar[str] = "prompt"
+    prompt: str
+    add_special_tokens: bool | None = Field(
+        None, description="Add those that the tokenizer puts around texts. Default: true."
+    )
+
+    def reply(self, engine: Engine) -> TokenizeReply:
+        check_extras(self.model_extra or {})
+        return self._reply(engine, engine.prepare(self.prompt, add_special_tokens=self.add_special_tokens is not False))
+
+
+class TokenizeChat(_Tokenize, ChatPrompt):
+    """Of `/tokenize`, for messages as the chat template writes them."""
+
+    def reply(self, engine: Engine) -> TokenizeReply:
+        extras = self.model_extra or {}
+        if extras.get("prompt") is not None:
+            raise RequestError("prompt with messages: leave one of both out", "prompt")
+        check_extras(extras)
+        return self._reply(engine, self.render(engine))
+
+
+class DetokenizeRequest(_TokenRequest):
+    """Of `/detokenize`."""
+
+    source: ClassVar[str] = "tokens"
+    tokens: TokenIds
+    skip_special_tokens: bool | None = Field(None, description="Default: false.")
+
+    def reply(self, engine: Engine) -> DetokenizeReply:
+        check_extras(self.model_extra or {})
+        return DetokenizeReply(
+            prompt=engine.detokenize(self.tokens, skip_special_tokens=bool(self.skip_special_tokens))
+        )
+
+
+def _kind(body: object) -> str:
+    """Decided before validation, so that an error is about what the client meant."""
+    is_chat = isinstance(body, TokenizeChat) or (isinstance(body, Mapping) and body.get("messages") is not None)
+    return TokenizeChat.__name__ if is_chat else TokenizeText.__name__
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag(TokenizeText.__name__)] | Annotated[TokenizeChat, Tag(TokenizeChat.__name__)],
+    Discriminator(_kind),
+]
