@@ -1,0 +1,106 @@
+"""A sample of the tests that covers them all: `pytest --sample 0.1`.
+
+Every test function is in the sample, and every value of every parameter it is called with: each family, each fault, each
+mode. A test of 6 families, 16 faults and 2 modes has 192 cases and is covered by 16. Of the other cases a share is
+drawn, by a seed that pytest's first lines print.
+
+    --sample 0.1        the covering cases, and a tenth of the others
+    --sample 0.1:0.5    another four tenths of the others, none of which the sample above has
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+SEED_VARIABLE = "HYBRIDKV_TEST_SEED"
+
+
+class Share(NamedTuple):
+    """Which part of the cases that are not covering ones is run: from `start` up to `end`, in a drawn order."""
+
+    start: float
+    end: float
+    with_covering: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        try:
+            numbers = [float(part) for part in text.split(":")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1:
+            numbers = [0.0, *numbers]
+        if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1] <= 1:
+            raise pytest.UsageError(f"--sample {text}: write a share such as 0.1, or a range such as 0.1:0.5")
+        return cls(*numbers, with_covering=":" not in text)
+
+
+def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
+    """Which of a test function's cases are run. A case has its parameters, by name, in `callspec.params` if it has any."""
+    order = list(range(len(cases)))
+    random.Random(f"{seed} {cases[0].nodeid.partition('[')[0]}").shuffle(order)
+    covered: set[Any] = set()
+    others: list[int] = []
+    chosen = [False] * len(cases)
+    for index in order:
+        values = set(_values(cases[index]))
+        if values <= covered and covered:
+            others.append(index)
+            continue
+        covered |= values or {None}
+        chosen[index] = share.with_covering
+    for place, index in enumerate(others):
+        chosen[index] = share.start <= (place + 0.5) / len(others) < share.end
+    return chosen
+
+
+def _values(case: Any) -> Iterable[tuple[str, Any]]:
+    params: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
+    for name, value in params.items():
+        yield name, value if _is_hashable(value) else id(value)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+# --- pytest's hooks ---------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", metavar="SHARE", help="run a sample that covers every test and every parameter")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("sample") is not None:
+        Share.parse(config.getoption("sample"))
+        os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(10**6)))  # for all processes
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("sample") is None:
+        return None
+    return f"sample: {config.getoption('sample')} of the cases, {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("sample") is None:
+        return
+    share, seed = Share.parse(config.getoption("sample")), int(os.environ[SEED_VARIABLE])
+    functions: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(index)
+    left = set(range(len(items)))
+    for cases in functions.values():
+        left -= {index for index, is_chosen in zip(cases, draw([items[i] for i in cases], share, seed)) if not is_chosen}
+    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index not in left])
+    items[:] = [item for index, item in enumerate(items) if index in left]
