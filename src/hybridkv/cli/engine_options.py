@@ -62,7 +62,7 @@ class EngineOptions:
         int | None, typer.Option(help="Tokens of a prompt and its reply, if less than the model's.")
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIRECTORY", help="Where a tokenizer was saved to. Default: the model's.")
+        str | None, typer.Option(metavar="DIR", help="Where a tokenizer was saved to. Default: the model's.")
     ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
