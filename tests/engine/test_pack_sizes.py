@@ -64,13 +64,11 @@ class Recorder(Driver):
 
 @functools.cache
 def conversation(name: str, dtype: torch.dtype, pack_size: int | None) -> Recorder:
-    """A prompt and another beside it, then the prompt once more, then its next turn."""
+    """A prompt, the same once more, another that takes the pages left over, then the first one's next turn."""
     driver = Recorder(name, dtype, attn_pack_size=pack_size)
-    driver.add("first", prompt(70, 1), SHORT)
-    driver.add("beside", prompt(30, 2), SHORT)
-    driver.run()
-    driver.add("again", prompt(70, 1), SHORT)
-    driver.run()
+    for request, tokens in (("first", prompt(70, 1)), ("again", prompt(70, 1)), ("other", prompt(30, 2))):
+        driver.add(request, tokens, SHORT)
+        driver.run()
     first = driver.results["first"]
     driver.add("next turn", first.prompt_token_ids + first.token_ids + prompt(20, 3), SHORT)
     driver.run()
@@ -86,7 +84,7 @@ def test_hits_and_logits_do_not_depend_on_the_pack_size(name: str, pack_size: in
     full = [group for group in driver.memory.plan.groups if group.name.startswith("full")]
     assert [len(group.layers) for group in full] == GROUPS[pack_size]
     cached = {request: result.cached_tokens for request, result in driver.results.items()}
-    assert cached == {"first": 0, "beside": 0, "again": 64, "next turn": 73}  # all but what was never fed
+    assert cached == {"first": 0, "again": 64, "other": 0, "next turn": 73}  # all but what was never fed
     whole = conversation(name, dtype, None)
     assert len(driver.logits) == len(whole.logits)
     assert all(torch.equal(own, other) for own, other in zip(driver.logits, whole.logits, strict=True))
