@@ -1,11 +1,16 @@
 """Hypothesis profiles: the same examples in every run, unless HYPOTHESIS_PROFILE=explore asks for new ones.
 
 Tests run side by side, one process a core: each computes with one thread, or they wait for one another.
+
+SIGINT does what it usually does: in the background of a script it is ignored, and what tests start would inherit that.
 """
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings
 

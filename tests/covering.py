@@ -86,10 +86,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(10**6)))  # for all processes
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.getoption("sample") is None:
-        return None
-    return f"sample: {config.getoption('sample')} of the cases, {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("sample") is not None and terminal is not None:
+        terminal.write_line(f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} --sample {session.config.getoption('sample')}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.main import run
+from hybridkv.cli.replay_plot import make_figure
+from hybridkv.replay import ReplayReport
 from tests.replay.traces import MODEL, blocks, chats, write_trace
 
 RATES = ["--prefill-rate", "10000", "--decode-rate", "100"]
@@ -87,6 +89,36 @@ def test_a_figure(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         path = tmp_path / name
         assert run(["replay", trace, "--model", MODEL, *SERIAL, *sweep, "--plot", str(path)]) == 0
         assert path.stat().st_size > 1000
+
+
+def test_a_figure_shows_hit_ratios_from_zero_up_to_what_could_be_hit(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[list[ReplayReport]] = []
+    monkeypatch.setattr("hybridkv.cli.replay.save_plot", lambda path, reports: shown.append(list(reports)))
+    sweep = ["--sweep", "memory=512MiB,1GiB,4GiB", "--sweep", "policy=reuse,lru", "--plot", "never saved.png"]
+    found = replay_json(capsys, trace, *SERIAL, *sweep)
+    [axes] = make_figure(shown[0]).axes
+    bound = 100 * found[-1]["seen_ratio"]
+    assert bound == 100 * (1 - found[-1]["misses"]["never_seen"] / found[-1]["input_tokens"]) > 0
+    low, high = axes.get_ylim()
+    assert low == 0
+    assert bound < high <= 104
+    *lines, limit = axes.get_lines()
+    assert {line.get_label() for line in lines} == {"reuse", "lru"}
+    assert sorted(y for line in lines for y in line.get_ydata()) == sorted(100 * one["hit_ratio"] for one in found)
+    assert list(limit.get_ydata()) == [bound, bound]
+    assert limit.get_label() == f"seen before: no cache supplies more than {bound:.1f}%"
+    assert all(one["hit_ratio"] <= one["seen_ratio"] for one in found)
+    assert list(axes.get_xticks()) == [0.5, 1, 4]
+
+
+def test_a_figure_of_a_trace_that_shares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = str(write_trace(tmp_path / "trace.jsonl", chats(1, 1)))
+    args = ["replay", path, "--model", MODEL, *SERIAL, "--sweep", "memory=1GiB,2GiB"]
+    assert run([*args, "--plot", str(tmp_path / "none.png")]) == 0
 
 
 def test_a_figure_without_matplotlib_is_refused_at_once(

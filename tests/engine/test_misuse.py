@@ -66,7 +66,44 @@ def test_params_that_are_none_are_refused(engine: Engine, bad: Any) -> None:
 def test_a_breakpoint_that_is_no_position_is_refused_and_the_engine_lives(engine: Engine, bad: Any) -> None:
     with pytest.raises(RequestError, match=r"breakpoint .*: pass a number of tokens"):
         engine.generate(Prompt([5, 6], [bad]), GREEDY, progress=False)
-    assert len(engine.generate(Prompt([5, 6], [1, 99]), GREEDY, progress=False)) == 1
+    assert len(engine.generate(Prompt([5, 6], [1, 2]), GREEDY, progress=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (None, "breakpoints of type NoneType: pass a list of positions"),
+        (1, "breakpoints of type int: pass a list"),
+        ("1", "breakpoints of type str: pass a list"),
+        (iter([1]), "breakpoints of type list_iterator: pass a list"),
+        ([1, 3], "breakpoint 3 of a prompt of 2 tokens: choose 0 to 2"),
+        (np.array([1, 99]), r"breakpoint .*99.* of a prompt of 2 tokens"),
+        (np.array([True]), "breakpoint .*True.*: pass a number of tokens"),
+    ],
+)
+def test_breakpoints_that_are_none_or_beyond_the_prompt_are_refused(bad: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Prompt([5, 6], bad)
+    assert caught.value.param == "breakpoints"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([5, True, 6], "token id True at position 1: a boolean is no id; pass whole numbers"),
+        ((5, 6, False), "token id False at position 2: a boolean is no id"),
+        (Prompt([0, 1, True]), "token id True at position 2: a boolean is no id"),
+        (np.array([True, False]), "token id True at position 0: a boolean is no id"),
+        (torch.tensor([False, True]), "token id False at position 0: a boolean is no id"),
+        (Prompt(np.array([True])), "tokens of dtype bool"),  # type: ignore[arg-type]
+        ([5, np.True_], "token ids must be integers"),
+    ],
+)
+def test_booleans_are_no_token_ids(engine: Engine, bad: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.generate([bad], GREEDY, progress=False)
+    ones = [1, 0] * 3
+    assert engine.generate([ones], GREEDY, progress=False)[0].prompt_token_ids == ones
 
 
 def test_tensors_and_arrays_are_prompts(engine: Engine) -> None:

@@ -198,7 +198,8 @@ def test_breakpoints_are_where_others_resume(served: Served) -> None:
 
     assert cached_after([176]) == 176
     assert cached_after([]) < 176
-    assert cached_after([5000]) < 176
+    with pytest.raises(openai.BadRequestError, match="breakpoint 5000 of a prompt of 296 tokens: choose 0 to 296"):
+        cached_after([5000])
 
 
 def test_token_ids_come_with_the_text_if_asked_for(served: Served) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.errors import HybridKVError
-from hybridkv.store import Direct, FileStore, ObjectName, Store, blobs
+from hybridkv.store import Direct, FileStore, ObjectName, Store, StoreError, StoreFault, blobs
 from tests.store.conformance import StoreConformance
 from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
 
@@ -84,6 +86,64 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(HybridKVError, match="is a file"):
             FileStore(path, 1 << 20)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def put(kind: str, path: Path) -> None:
+    """Something that is neither a file nor a directory of the store, in its place."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "file":
+        path.touch()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to("/nowhere/at all")
+
+
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "socket", "link to nothing"])
+def test_a_ledger_that_is_no_file_is_named(kind: str, tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 20) as store:
+        ledger = tmp_path / "hybridkv-v1" / "ledger"
+        put(kind, ledger)
+        words = f"{ledger} is a {kind}: .* remove it, and the store counts again"
+        for _ in range(2):
+            for call in (lambda: store.delete([name_of(1)]), store.blobs.usage):
+                with pytest.raises(StoreFault, match=words):
+                    call()
+        with pytest.raises(StoreFault, match=words):
+            FileStore(tmp_path, 1 << 20)
+        ledger.rmdir() if kind == "directory" else ledger.unlink()
+        assert save(store, name_of(1))
+        assert store.blobs.usage().objects == 1
+
+
+@pytest.mark.parametrize("part", ["", "objects", "drafts", "about"])
+@pytest.mark.parametrize("kind", ["file", "FIFO", "socket", "link to nothing"])
+def test_a_directory_of_the_store_that_is_none_is_named(kind: str, part: str, tmp_path: Path) -> None:
+    FileStore(tmp_path, 1 << 20).close()
+    place = tmp_path / "hybridkv-v1" / part
+    put(kind, place)
+    with pytest.raises(StoreError, match=f"{place} is a {kind}: a store needs a directory there; remove it, or name"):
+        FileStore(tmp_path, 1 << 20)
+
+
+def test_faults_name_the_place_inside_the_store(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 20) as store:
+        about = tmp_path / "hybridkv-v1" / "about" / f"{NAMESPACE}.json"
+        about.mkdir()
+        with pytest.raises(StoreFault, match=rf"cannot describe .*: Is a directory \({about}\)"):
+            store.describe(NAMESPACE, {"model": "mine"})
+        objects = tmp_path / "hybridkv-v1" / "objects" / NAMESPACE
+        objects.touch()
+        with pytest.raises(StoreFault, match=rf"cannot look up objects: Not a directory \({objects}/.*\)"):
+            store.lookup([name_of(1)])
 
 
 def test_a_store_without_room_is_refused(tmp_path: Path) -> None:

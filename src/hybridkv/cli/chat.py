@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hybridkv.cli.engine_options import (
-    CompileOption,
-    DeviceOption,
-    DtypeOption,
     EngineOptions,
     MaxTokensOption,
-    MemoryOption,
     ModelArgument,
     SeedOption,
-    StoreOption,
-    StreamOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
-    TrustOption,
     sampling,
+    takes_engine_options,
 )
 from hybridkv.cli.tables import write
 from hybridkv.errors import HybridKVError, RequestError
@@ -32,6 +27,7 @@ if TYPE_CHECKING:
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 
 
+@takes_engine_options("max_running", "seed")
 def chat_command(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="A first message that tells the model how to behave.")] = None,
@@ -40,23 +36,16 @@ def chat_command(
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = None,
-    memory: MemoryOption = "2GiB",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    store: StoreOption = None,
-    stream: StreamOption = "auto",
-    compile: CompileOption = False,
-    trust_remote_code: TrustOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="After each reply: cached tokens and times.")] = False,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Talk to a local checkpoint. An empty line or Ctrl-D ends the conversation, Ctrl-C a reply.
 
     Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
-    with EngineOptions(
-        model, memory, dtype, device, trust_remote_code, store, stream, max_running=1, compile=compile
-    ).start() as engine:
+    with replace(options, max_running=1).start(model) as engine:
         messages = [{"role": "system", "content": system}] if system else []
         _check_template(engine, messages)
         while line := _ask():

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from hybridkv.cache import DEFAULT_POLICY
+from hybridkv.cli.cache_options import (
+    ROW_LAYERS_HELP,
+    AttnPackSizeOption,
+    BlockTokensOption,
+    KvDtypeOption,
+    PolicyOption,
+    RowOrderOption,
+    StateDtypeOption,
+)
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.errors import HybridKVError
+from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine, SamplingParams
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A directory a transformers model was saved to.")]
-MemoryOption = Annotated[str, typer.Option(help="Memory for the cache: 2GiB, 512M ...")]
-DtypeOption = Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float32 ...")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")]
-StoreOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="URL",
-        help="Keep what is computed beyond this process: file:///path?size=200GiB, memory://?size=4GiB. "
-        "Several: the fastest first.",
-    ),
-]
-StreamOption = Annotated[str, typer.Option(help="How requests load from a store: auto, async or layerwise.")]
-CompileOption = Annotated[
-    bool,
-    typer.Option("--compile/--no-compile", help="Compile the model's layers: slow to start, then faster on a GPU."),
-]
 MaxTokensOption = Annotated[int, typer.Option(help="Tokens of a reply, at most.")]
 TemperatureOption = Annotated[float, typer.Option(help="0: always the likeliest token.")]
 TopPOption = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this much.")]
@@ -40,37 +38,85 @@ TopKOption = Annotated[int, typer.Option(help="Only so many of the likeliest tok
 SeedOption = Annotated[int | None, typer.Option(help="For the same reply every time.")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What it takes to start an engine."""
+    """The options of `Engine` as flags: a field for each, with its name and default."""
 
-    model: str
-    memory: str
-    dtype: str
-    device: str
-    trust_remote_code: bool
-    store: list[str] | None = None
-    stream: str = "auto"
-    max_length: int | None = None
-    max_running: int = 256
-    compile: bool = False
+    memory: Annotated[str, typer.Option(help="Memory for the cache: 2GiB, 512M ...")] = "2GiB"
+    dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float32 ...")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto"
+    kv_dtype: KvDtypeOption = None
+    state_dtype: StateDtypeOption = None
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS
+    attn_pack_size: AttnPackSizeOption = None
+    row_layers: Annotated[
+        int | None, typer.Option(help=f"{ROW_LAYERS_HELP} Default: 1 on a CPU, {DEFAULT_ROW_LAYERS} on a GPU.")
+    ] = None
+    row_order: RowOrderOption = DEFAULT_ROW_ORDER
+    policy: PolicyOption = DEFAULT_POLICY
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that are computed at once. Default: by the device.")
+    ] = None
+    max_running: Annotated[int, typer.Option(help="Samples that are computed at once.")] = 256
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its reply, if less than the model's.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where a tokenizer was saved to. Default: the model's.")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False
+    seed: Annotated[int | None, typer.Option(help="For requests that have none.")] = None
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep what is computed beyond this process: file:///path?size=200GiB, memory://?size=4GiB. "
+            "Several: the fastest first.",
+        ),
+    ] = None
+    stream: Annotated[str, typer.Option(help="How requests load from a store: auto, async or layerwise.")] = "auto"
+    load_timeout_s: Annotated[
+        float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
+    ] = 30.0
+    compile: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="Compile the model's layers: slow to start, then faster on a GPU."),
+    ] = False
 
-    def start(self) -> Engine:
+    def start(self, model: str) -> Engine:
         engines = _engine()
         _quiet()
-        engine: Engine = engines.Engine(
-            self.model,
-            memory=self.memory,
-            dtype=self.dtype,
-            device=self.device,
-            trust_remote_code=self.trust_remote_code,
-            store=self.store or None,
-            stream=self.stream,
-            max_length=self.max_length,
-            max_running=self.max_running,
-            compile=self.compile,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        engine: Engine = engines.Engine(model, **{**given, "store": self.store or None})
         return engine
+
+
+def takes_engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for commands with a parameter `options: EngineOptions`: its fields become flags, after their own.
+
+    `fixed`: fields without a flag, because the command sets them itself or has a flag of that name.
+    """
+    types = get_type_hints(EngineOptions, include_extras=True)
+    flags = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+        for field in fields(EngineOptions)
+        if field.name not in fixed
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_flags(**given: Any) -> None:
+            options = EngineOptions(**{flag.name: given.pop(flag.name) for flag in flags})
+            command(**given, options=options)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+        with_flags.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+        return with_flags
+
+    return decorate
 
 
 def sampling(

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hybridkv.cli.engine_options import (
-    CompileOption,
-    DeviceOption,
-    DtypeOption,
     EngineOptions,
     MaxTokensOption,
-    MemoryOption,
     ModelArgument,
     SeedOption,
-    StoreOption,
-    StreamOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
-    TrustOption,
     sampling,
+    takes_engine_options,
 )
 from hybridkv.cli.tables import write
 from hybridkv.errors import HybridKVError
@@ -33,6 +28,7 @@ if TYPE_CHECKING:
     from hybridkv.engine import Result
 
 
+@takes_engine_options("seed")
 def generate_command(
     model: ModelArgument,
     prompts: Annotated[
@@ -58,14 +54,9 @@ def generate_command(
         list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the reply; repeat it for several.")
     ] = None,
     n: Annotated[int, typer.Option("-n", help="Replies to each prompt.")] = 1,
-    memory: MemoryOption = "2GiB",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    store: StoreOption = None,
-    stream: StreamOption = "auto",
-    compile: CompileOption = False,
-    trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with tokens and times.")] = False,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Complete prompts with a local checkpoint.
 
@@ -73,10 +64,8 @@ def generate_command(
     """
     wanted = _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
-    at_once = min(256, max(1, len(wanted) * n))
-    with EngineOptions(
-        model, memory, dtype, device, trust_remote_code, store, stream, max_running=at_once, compile=compile
-    ).start() as engine:
+    at_once = min(options.max_running, max(1, len(wanted) * n))
+    with replace(options, max_running=at_once).start(model) as engine:
         results = engine.generate(wanted, params, progress=sys.stderr.isatty())
         for result, prompt in zip(results, wanted, strict=True):
             if as_json:

@@ -7,6 +7,14 @@ from typing import Annotated
 
 import typer
 
+from hybridkv.cli.cache_options import (
+    ROW_LAYERS_HELP,
+    AttnPackSizeOption,
+    BlockTokensOption,
+    KvDtypeOption,
+    RowOrderOption,
+    StateDtypeOption,
+)
 from hybridkv.cli.tables import compare_table, console, plan_tables, write
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
@@ -27,20 +35,12 @@ def plan_command(
     ],
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks; the plan is for one of them.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory for the cache of one rank: 80GiB, 80G, 512M ...")] = "80GiB",
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="Type of K, V and latents: bf16, fp16, fp32, fp8 ... Default: the model's.")
-    ] = None,
-    state_dtype: Annotated[
-        str | None, typer.Option(help="Type of recurrent states. Default: what the config asks for, else fp32.")
-    ] = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens in a block.")] = DEFAULT_BLOCK_TOKENS,
-    attn_pack_size: Annotated[
-        int | None, typer.Option(help="Full-attention layers that share a page. Default: all of them.")
-    ] = None,
-    row_layers: Annotated[int, typer.Option(help="Layers in a row, the unit of layerwise I/O.")] = DEFAULT_ROW_LAYERS,
-    row_order: Annotated[
-        str, typer.Option(help="Order inside a row, outermost first: h heads, l layers, k K/V, t tokens.")
-    ] = DEFAULT_ROW_ORDER,
+    kv_dtype: KvDtypeOption = None,
+    state_dtype: StateDtypeOption = None,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    attn_pack_size: AttnPackSizeOption = None,
+    row_layers: Annotated[int, typer.Option(help=ROW_LAYERS_HELP)] = DEFAULT_ROW_LAYERS,
+    row_order: RowOrderOption = DEFAULT_ROW_ORDER,
     taps: Annotated[str | None, typer.Option(help="Layers whose hidden states may be asked for: 0,12,24.")] = None,
     max_len: Annotated[int, typer.Option(help="Length of the requests to fit, in tokens.")] = 32768,
     compare: Annotated[bool, typer.Option("--compare", help="One table, one line a model.")] = False,

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hybridkv.cache import DEFAULT_POLICY, POLICIES, CacheLayout, named_policy
+from hybridkv.cache import DEFAULT_POLICY, CacheLayout, named_policy
+from hybridkv.cli.cache_options import BlockTokensOption, KvDtypeOption, PolicyOption, StateDtypeOption
 from hybridkv.cli.replay_plot import check_plot, save_plot
 from hybridkv.cli.replay_sweep import Combination, combinations
 from hybridkv.cli.replay_tables import report_tables, sweep_table
@@ -44,12 +45,10 @@ def replay_command(
     model: Annotated[str, typer.Option(help="A directory with a config.json, or a name that 'hybridkv models' lists.")],
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks; the memory is that of one of them.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory for the cache of one rank: 80GiB, 80G, 512M ...")] = "100GiB",
-    kv_dtype: Annotated[str | None, typer.Option(help="Type of K, V and latents. Default: the model's.")] = None,
-    state_dtype: Annotated[
-        str | None, typer.Option(help="Type of recurrent states. Default: what the config asks for, else fp32.")
-    ] = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens in a block.")] = DEFAULT_BLOCK_TOKENS,
-    policy: Annotated[str, typer.Option(help=f"What is kept and evicted: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    kv_dtype: KvDtypeOption = None,
+    state_dtype: StateDtypeOption = None,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    policy: PolicyOption = DEFAULT_POLICY,
     serial: Annotated[
         bool, typer.Option("--serial", help="One request at a time; arrival times do not count.")
     ] = False,

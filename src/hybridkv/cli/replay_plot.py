@@ -12,6 +12,9 @@ from hybridkv.replay import ReplayReport
 
 _GIB = 2**30
 _SUFFIXES = (".png", ".svg")
+_HEADROOM = 1.15
+_HIGHEST = 104
+"""Percent: a line at 100 is to be seen."""
 
 
 def check_plot(path: Path) -> None:
@@ -31,6 +34,10 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
+    make_figure(reports).savefig(path, dpi=150)
+
+
+def make_figure(reports: Sequence[ReplayReport]) -> Any:
     """Hit ratio over memory, a line for each other setting; for one replay, bytes by group over time."""
     from matplotlib.figure import Figure
 
@@ -42,7 +49,7 @@ def save_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
         _draw_sweep(axes, reports)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _draw_bytes(axes: Any, report: ReplayReport) -> None:
@@ -61,10 +68,17 @@ def _draw_sweep(axes: Any, reports: Sequence[ReplayReport]) -> None:
         line.sort(key=lambda report: report.setting.memory_bytes)
         memory = [report.setting.memory_bytes / _GIB for report in line]
         axes.plot(memory, [100 * report.hit_ratio for report in line], marker="o", label=label)
+    bound = 100 * max(report.seen_ratio for report in reports)
+    axes.axhline(
+        bound, color="dimgray", zorder=1, linestyle="--", label=f"seen before: no cache supplies more than {bound:.1f}%"
+    )
     setting = reports[0].setting
     axes.set(xlabel="GiB a rank", ylabel="hit ratio, %", title=f"{setting.trace} on {setting.model}")
+    axes.set_ylim(0, max(1, min(_HIGHEST, _HEADROOM * bound)))
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(sorted({report.setting.memory_bytes / _GIB for report in reports}))
+    axes.xaxis.set_major_formatter("{x:.3g}")
+    axes.minorticks_off()
 
 
 def _label(report: ReplayReport, reports: Sequence[ReplayReport]) -> str:

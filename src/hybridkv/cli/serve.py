@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from hybridkv.cli.engine_options import (
-    CompileOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOptions,
-    MemoryOption,
-    StoreOption,
-    StreamOption,
-    TrustOption,
-)
+from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
 from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
@@ -36,6 +27,7 @@ _HIGHEST_PORT = 65535
 _LEAST_BODY_BYTES = 1024
 
 
+@takes_engine_options()
 def serve_command(
     model: Annotated[
         str | None,
@@ -56,13 +48,6 @@ def serve_command(
             metavar="KEY", help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."
         ),
     ] = None,
-    memory: MemoryOption = "2GiB",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its reply, if less than the model's.")
-    ] = None,
-    max_running: Annotated[int, typer.Option(help="Samples that are computed at once.")] = 256,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
     ] = 1024,
@@ -72,10 +57,8 @@ def serve_command(
     ] = 30,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    store: StoreOption = None,
-    stream: StreamOption = "auto",
-    compile: CompileOption = False,
-    trust_remote_code: TrustOption = False,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Serve a model to any client of OpenAI's API, until Ctrl-C or SIGTERM."""
     serve = _serve()
@@ -87,19 +70,18 @@ def serve_command(
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
     checkpoint = model if model is not None else _demo()
-    options = EngineOptions(
-        checkpoint, memory, dtype, device, trust_remote_code, store, stream, max_length, max_running, compile
-    )
     root = Path(checkpoint).resolve()
     model_name = name or root.name
-    with options.start() as engine:
+    with options.start(checkpoint) as engine:
         app = serve.make_app(
             engine,
             serve.ServeOptions(
                 model_name, root=str(root), api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting
             ),
         )
-        server.run(app, drain_s=drain_s, on_ready=lambda: _announce(engine, server, model_name, keys, store or []))
+        server.run(
+            app, drain_s=drain_s, on_ready=lambda: _announce(engine, server, model_name, keys, options.store or [])
+        )
 
 
 def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], stores: list[str]) -> None:

@@ -30,10 +30,7 @@ _ROW_LAYERS = {"cpu": 1}
 class Settings:
     """What `Engine` was asked for, checked."""
 
-    memory_bytes: int
-    block_tokens: int
-    attn_pack_size: int | None
-    row_layers: int | None
+    plan: PlanOptions
     policy: str
     step_tokens: int
     max_running: int
@@ -51,11 +48,7 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         keep_freed_memory()
     else:
         plan_no_attention()
-    row_layers = settings.row_layers
-    if row_layers is None:
-        row_layers = _ROW_LAYERS.get(device.type, DEFAULT_ROW_LAYERS)
-    options = PlanOptions(settings.memory_bytes, settings.block_tokens, settings.attn_pack_size, row_layers=row_layers)
-    plan = make_plan(loaded.spec, options)
+    plan = make_plan(loaded.spec, settings.plan)
     layout = CacheLayout.from_plan(plan)
     memory = Memory(plan, layout, device)
     policy = named_policy(settings.policy, lambda: loaded.compute().flops)
@@ -104,6 +97,27 @@ def check_kinds(
     if not isinstance(trust, bool):
         raise HybridKVError(f"trust_remote_code {trust!r}: pass True or False")
     named_policy(str(policy))
+
+
+def plan_options(
+    device: str,
+    *,
+    memory: str | int,
+    block_tokens: int,
+    attn_pack_size: int | None,
+    row_layers: int | None,
+    row_order: str,
+) -> PlanOptions:
+    """What a model's cache is planned with. Refuses what suits no model before one is loaded."""
+    options = PlanOptions(
+        memory_bytes(memory),
+        block_tokens,
+        attn_pack_size,
+        row_layers=_ROW_LAYERS.get(device, DEFAULT_ROW_LAYERS) if row_layers is None else row_layers,
+        row_order=row_order,
+    )
+    options.check()
+    return options
 
 
 def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:

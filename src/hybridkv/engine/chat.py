@@ -25,9 +25,17 @@ class Prompt:
             raise RequestError(
                 f"a Prompt of type {type(self.token_ids).__name__}: it has token ids; pass a list", "prompt"
             )
+        if isinstance(self.breakpoints, (str, bytes)) or not isinstance(self.breakpoints, (Sequence, np.ndarray)):
+            kind = type(self.breakpoints).__name__
+            raise RequestError(f"breakpoints of type {kind}: pass a list of positions in the prompt", "breakpoints")
+        length = len(self.token_ids)
         for position in self.breakpoints:
             if isinstance(position, bool) or not isinstance(position, (int, np.integer)) or position < 0:
                 raise RequestError(f"breakpoint {position!r}: pass a number of tokens of the prompt", "breakpoints")
+            if position > length:
+                raise RequestError(
+                    f"breakpoint {position} of a prompt of {length} tokens: choose 0 to {length}", "breakpoints"
+                )
 
 
 def check_text(text: str) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY
 from hybridkv.cache.tokens import pack_tokens
-from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, memory_bytes
+from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, plan_options
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
@@ -28,7 +28,7 @@ from hybridkv.engine.results import Result, Update
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS
+from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
 from hybridkv.store import Store
 from hybridkv.stream import LOAD_TIMEOUT_S
 
@@ -48,6 +48,7 @@ class Engine:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         attn_pack_size: int | None = None,
         row_layers: int | None = None,
+        row_order: str = DEFAULT_ROW_ORDER,
         policy: str = DEFAULT_POLICY,
         max_step_tokens: int | None = None,
         max_running: int = 256,
@@ -63,13 +64,14 @@ class Engine:
         """`model`: a directory a transformers model was saved to, or such a model. `memory`: for the cache alone.
 
         `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_dtype`, `state_dtype`: of
-        what is cached, if not the model's and float32. `row_layers`: that are loaded and stored together, if not the
-        device's usual number. `max_step_tokens`: computed at once, at most; `max_running`: samples at once.
-        `max_length`: of a prompt and its reply, if less than the model's and than what fits into the memory. `seed`:
-        for requests that have none. `store`: URLs of stores for what is computed, the fastest first, or one that is
-        open already; it is closed with the engine. `stream`: how requests load from it, "auto", "async" or "layerwise";
-        those whose load takes longer than `load_timeout_s` compute by themselves. `compile`: the model's layers, when
-        they first run; "auto": on a GPU, if they can be.
+        what is cached, if not the model's and float32. `attn_pack_size`: full-attention layers that share a page, if
+        not all. `row_layers`: that are loaded and stored together, if not the device's usual number; `row_order`: of
+        heads (h), layers (l), K/V (k) and tokens (t) inside such a row, outermost first. `max_step_tokens`: computed at
+        once, at most; `max_running`: samples at once. `max_length`: of a prompt and its reply, if less than the model's
+        and than what fits into the memory. `seed`: for requests that have none. `store`: URLs of stores for what is
+        computed, the fastest first, or one that is open already; it is closed with the engine. `stream`: how requests
+        load from it, "auto", "async" or "layerwise"; those whose load takes longer than `load_timeout_s` compute by
+        themselves. `compile`: the model's layers, when they first run; "auto": on a GPU, if they can be.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
@@ -81,13 +83,18 @@ class Engine:
             policy=policy,
             trust=trust_remote_code,
         )
+        kind = choose_device(device).type
         settings = Settings(
-            memory_bytes=memory_bytes(memory),
-            block_tokens=block_tokens,
-            attn_pack_size=attn_pack_size,
-            row_layers=row_layers,
+            plan=plan_options(
+                kind,
+                memory=memory,
+                block_tokens=block_tokens,
+                attn_pack_size=attn_pack_size,
+                row_layers=row_layers,
+                row_order=row_order,
+            ),
             policy=policy,
-            step_tokens=check_limits(choose_device(device).type, max_step_tokens, max_running, max_length),
+            step_tokens=check_limits(kind, max_step_tokens, max_running, max_length),
             max_running=max_running,
             max_length=max_length,
             seed=seed,

@@ -53,4 +53,10 @@ class Limits:
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
             raise RequestError(f"token id {bad}: the model's ids go from 0 to {self._vocab_size - 1}", param)
+        if not isinstance(token_ids, (bytes, bytearray, np.ndarray)):  # those have ids of one type
+            few = np.flatnonzero(ids < 2).tolist()  # booleans are packed as 0 or 1: only those need a look
+            position = next((position for position in few if type(token_ids[position]) is bool), None)
+            if position is not None:
+                what = f"token id {token_ids[position]} at position {position}"
+                raise RequestError(f"{what}: a boolean is no id; pass whole numbers", param)
         return ids

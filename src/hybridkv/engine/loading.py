@@ -67,6 +67,8 @@ def load(
     `is_alone`: it will compute one sample at a time.
     """
     where = choose_device(device)
+    kv_type, state_type = _cache_dtype("kv_dtype", kv_dtype), _cache_dtype("state_dtype", state_dtype)
+    _check_tokenizer(tokenizer)
     path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
         loaded = model
@@ -83,8 +85,8 @@ def load(
     spec = read_config(
         _as_loaded(loaded),
         name=model_name(loaded, path),
-        kv_dtype=_cache_dtype("kv_dtype", kv_dtype),
-        state_dtype=_cache_dtype("state_dtype", state_dtype),
+        kv_dtype=kv_type,
+        state_dtype=state_type,
         source="a model in memory" if path is None else str(path),
     )
     text = loaded.config.get_text_config(decoder=True)
@@ -236,13 +238,18 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _check_tokenizer(tokenizer: str | Path | Any | None) -> None:
+    """Refuse what cannot be a tokenizer before a model is loaded."""
+    if isinstance(tokenizer, (str, Path)):
+        if not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
+            raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
+    elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(f"a tokenizer of type {type(tokenizer).__name__}: pass a directory, or a tokenizer")
+
+
 def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Any | None:
     if not isinstance(tokenizer, (str, Path)):
-        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-            raise ConfigError(f"a tokenizer of type {type(tokenizer).__name__}: pass a directory, or a tokenizer")
         return tokenizer
-    if must_exist and not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
-        raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
     try:
         found: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
     except Exception as error:  # the parser of tokenizer.json raises nothing narrower

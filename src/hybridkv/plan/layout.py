@@ -103,7 +103,10 @@ def most_pages(specs: Sequence[LayerSpec], row_layers: int) -> int:
 
 def check_row_order(row_order: str) -> str:
     if row_order not in ROW_ORDERS:
-        raise PlanError(f"row order {row_order!r} is not an order of h, l, k and t (heads, layers, K/V, tokens)")
+        raise PlanError(
+            f"row order {row_order!r} is not an order of h, l, k and t (heads, layers, K/V, tokens): "
+            f"write each once, such as {ROW_ORDERS[0]}"
+        )
     return row_order
 
 

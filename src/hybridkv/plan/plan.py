@@ -37,6 +37,19 @@ class PlanOptions:
     row_layers: int = DEFAULT_ROW_LAYERS
     row_order: str = DEFAULT_ROW_ORDER
 
+    def check(self) -> None:
+        """Refuse what no model can be planned with. `make_plan` checks the rest: what depends on the model."""
+        if not 1 <= self.block_tokens <= MOST_BLOCK_TOKENS:
+            raise PlanError(
+                f"block of {self.block_tokens} tokens: a block has 1 to {MOST_BLOCK_TOKENS} tokens, "
+                f"{DEFAULT_BLOCK_TOKENS} is usual"
+            )
+        if self.row_layers < 1:
+            raise PlanError(
+                f"rows of {self.row_layers} layers: a row has at least 1 layer, {DEFAULT_ROW_LAYERS} is usual"
+            )
+        check_row_order(self.row_order)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -141,7 +154,8 @@ class Plan:
 
 def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
     """Decide everything about the memory of `model`."""
-    _check_options(model, options)
+    options.check()
+    _check_model(model, options)
     groups = split_into_groups(model.layers, options.attn_pack_size)
     layouts, choice = _choose_layouts(groups, options)
     if choice is None:
@@ -242,19 +256,9 @@ def _smallest_arena(groups: Mapping[str, tuple[LayerSpec, ...]], options: PlanOp
     )
 
 
-def _check_options(model: ModelSpec, options: PlanOptions) -> None:
+def _check_model(model: ModelSpec, options: PlanOptions) -> None:
     if all(isinstance(spec, HiddenTap) for spec in model.layers):
         raise PlanError(f"no layer of {model.name} keeps anything: there is no cache to plan")
-    if not 1 <= options.block_tokens <= MOST_BLOCK_TOKENS:
-        raise PlanError(
-            f"block of {options.block_tokens} tokens: a block has 1 to {MOST_BLOCK_TOKENS} tokens, "
-            f"{DEFAULT_BLOCK_TOKENS} is usual"
-        )
-    if options.row_layers < 1:
-        raise PlanError(
-            f"rows of {options.row_layers} layers: a row has at least 1 layer, {DEFAULT_ROW_LAYERS} is usual"
-        )
-    check_row_order(options.row_order)
     if options.attn_pack_size is not None:
         _check_pack_size(model, options.attn_pack_size)
 

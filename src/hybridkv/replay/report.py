@@ -71,10 +71,19 @@ class ReplayReport:
     def hit_ratio(self) -> float:
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
+    @property
+    def seen_ratio(self) -> float:
+        """The part of all prompt tokens that an earlier request had: no cache, however large, supplies more.
+
+        Requests that were refused count as new: what they share with others is not known.
+        """
+        new = self.misses["never_seen"] + self.misses["refused"]
+        return 1 - new / self.input_tokens if self.input_tokens else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON: the setting first."""
         numbers = asdict(self)
-        return {**numbers.pop("setting"), **numbers, "hit_ratio": self.hit_ratio}
+        return {**numbers.pop("setting"), **numbers, "hit_ratio": self.hit_ratio, "seen_ratio": self.seen_ratio}
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

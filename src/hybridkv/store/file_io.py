@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
+from stat import S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK
 from threading import Lock
 
 from hybridkv.store.blobs import Blob
@@ -48,7 +50,21 @@ class faults:  # noqa: N801 - used as a verb
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             what = " ".join(map(str, self._what))
-            raise StoreFault(f"cannot {what}: {error.strerror or error}") from error
+            place = error.filename2 or error.filename
+            where = f" ({place})" if isinstance(place, str) and place not in what else ""
+            raise StoreFault(f"cannot {what}: {error.strerror or error}{where}") from error
+
+
+_KINDS = {S_IFDIR: "directory", S_IFIFO: "FIFO", S_IFSOCK: "socket", S_IFLNK: "link to nothing", S_IFREG: "file"}
+
+
+def kind_of(path: Path) -> str:
+    """What lies where something else was expected, in words."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = path.lstat().st_mode
+    return _KINDS.get(S_IFMT(mode), "device")
 
 
 class BouncePool:

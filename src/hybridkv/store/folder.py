@@ -18,6 +18,7 @@ from stat import S_ISREG
 from typing import NamedTuple
 
 from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.store.file_io import kind_of
 from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
 ROOT = "hybridkv-v1"
@@ -48,7 +49,10 @@ class Folder:
         try:
             self._make()
         except (FileExistsError, NotADirectoryError) as error:
-            raise StoreError(f"{error.filename} is a file: a store needs a directory, name another") from None
+            place = _existing(Path(error.filename))
+            raise StoreError(
+                f"{place} is a {kind_of(place)}: a store needs a directory there; remove it, or name another place"
+            ) from None
         except OSError as error:
             raise StoreError(
                 f"no store can be made at {path}: {error.strerror}; name a directory that can be written to"
@@ -113,6 +117,11 @@ def _device(path: Path) -> int:
         with suppress(FileNotFoundError):
             return os.stat(place).st_dev
     raise StoreFault(f"nothing is left above {path}")
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the nearest above it that there is."""
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
 def _names(directory: str) -> list[str]:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from threading import Lock
 
 from xxhash import xxh3_64_intdigest
 
 from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.store.file_io import kind_of
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -109,11 +111,11 @@ class Ledger:
     def _check_place(self) -> None:
         """A lock on a file that others do not find keeps nobody out."""
         try:
-            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+            found = os.stat(self._path)
         except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise _Gone(f"{self._path.parent} has gone")
+            found = None
+        if found is None or not os.path.samestat(found, os.fstat(self._fd)):
+            raise _Gone(_misplaced(self._path) or f"{self._path.parent} has gone")
 
     def _recover(self) -> None:
         self._mend()
@@ -134,4 +136,24 @@ class Ledger:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """A FIFO opens too: without waiting, and only to be refused."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError:
+        if (fault := _misplaced(path)) is not None:
+            raise StoreFault(fault) from None
+        raise
+    if not S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreFault(_misplaced(path) or f"{path} has gone")
+    return fd
+
+
+def _misplaced(path: Path) -> str | None:
+    """A message, if something other than a file is where the books belong."""
+    if not os.path.lexists(path) or path.is_file():
+        return None
+    return (
+        f"{path} is a {kind_of(path)}: the store counts what it holds in a file there; "
+        f"remove it, and the store counts again"
+    )

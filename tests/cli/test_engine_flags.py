@@ -1,0 +1,175 @@
+"""Every option of `Engine` is a flag of every command that runs a model, and reaches the engine."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from hybridkv import Engine
+from hybridkv.cli.main import app, run
+from tests.engine.checkpoints import save_checkpoint
+
+COMMANDS = ("serve", "generate", "chat")
+OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Engine.__init__).parameters.items()
+    if name not in ("self", "model")
+}
+
+NO_FLAG = {
+    "chat": {"max_running"}  # a conversation has one reply at a time
+}
+"""Options of the engine that a command fixes."""
+
+NOT_THE_ENGINES = {
+    "generate": {"seed"},  # the seed of each request
+    "chat": {"seed"},
+}
+"""Flags that have the name of an engine's option and go elsewhere."""
+
+OTHER_VALUES: dict[str, tuple[list[str], object]] = {
+    "memory": (["--memory", "48MiB"], "48MiB"),
+    "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "device": (["--device", "cpu"], "cpu"),
+    "kv_dtype": (["--kv-dtype", "bf16"], "bf16"),
+    "state_dtype": (["--state-dtype", "fp16"], "fp16"),
+    "block_tokens": (["--block-tokens", "8"], 8),
+    "attn_pack_size": (["--attn-pack-size", "2"], 2),
+    "row_layers": (["--row-layers", "3"], 3),
+    "row_order": (["--row-order", "ltkh"], "ltkh"),
+    "policy": (["--policy", "lru"], "lru"),
+    "max_step_tokens": (["--max-step-tokens", "300"], 300),
+    "max_running": (["--max-running", "1"], 1),
+    "max_length": (["--max-length", "99"], 99),
+    "tokenizer": (["--tokenizer", "/some/where"], "/some/where"),
+    "trust_remote_code": (["--trust-remote-code"], True),
+    "seed": (["--seed", "7"], 7),
+    "store": (["--store", "memory://?size=1MiB", "--store", "memory://"], ["memory://?size=1MiB", "memory://"]),
+    "stream": (["--stream", "async"], "async"),
+    "load_timeout_s": (["--load-timeout-s", "2.5"], 2.5),
+    "compile": (["--compile"], True),
+}
+"""Flags that set each option to something other than its default, and what the engine must get then."""
+
+
+class Started(BaseException):
+    """Carries what an engine was started with out of the command."""
+
+
+def flags(command: str) -> dict[str, Any]:
+    """Defaults by parameter name."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {option.name: option.default for option in commands[command].params}
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, command: str, *args: str) -> dict[str, Any]:
+    """The options that the command makes an engine with."""
+
+    def start(self: Engine, model: object, **options: Any) -> None:
+        raise Started(options)
+
+    monkeypatch.setattr(Engine, "__init__", start)
+    monkeypatch.setattr("hybridkv.serve.set_up_logs", lambda log_format, level: None)
+    own = {"serve": ["--port", "0"], "generate": ["-p", "one", "-p", "two"], "chat": []}[command]
+    with pytest.raises(Started) as caught:
+        run([command, "a model", *own, *args])
+    options: dict[str, Any] = caught.value.args[0]
+    return options
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_the_engine_is_a_flag(command: str) -> None:
+    found = flags(command)
+    assert set(OPTIONS) - set(found) == NO_FLAG.get(command, set())
+    assert {name: found[name] for name in OPTIONS if name in found} == {
+        name: default for name, default in OPTIONS.items() if name in found
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_reaches_the_engine(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(OTHER_VALUES) == set(OPTIONS)  # a new option needs a value here
+    left_out = NO_FLAG.get(command, set()) | NOT_THE_ENGINES.get(command, set())
+    given = {name: both for name, both in OTHER_VALUES.items() if name not in left_out}
+    options = started_with(monkeypatch, command, *(word for words, _ in given.values() for word in words))
+    assert {name: options[name] for name in given} == {name: value for name, (_, value) in given.items()}
+    assert all(value != OPTIONS[name] for name, (_, value) in given.items())
+
+
+def test_commands_run_no_more_at_once_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started_with(monkeypatch, "generate")["max_running"] == 2
+    assert started_with(monkeypatch, "generate", "-n", "3")["max_running"] == 6
+    assert started_with(monkeypatch, "generate", "-n", "3", "--max-running", "4")["max_running"] == 4
+    assert started_with(monkeypatch, "chat")["max_running"] == 1
+    assert started_with(monkeypatch, "serve")["max_running"] == 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint("llama", directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--kv-dtype", "int3"], "unknown dtype 'int3': choose one of"),
+        (["--kv-dtype", "int8"], "kv_dtype 'int8': what is cached would be cut to whole numbers"),
+        (["--state-dtype", ""], "unknown dtype ''"),
+        (["--block-tokens", "0"], "block of 0 tokens: a block has 1 to"),
+        (["--row-layers", "0"], "rows of 0 layers: a row has at least 1 layer"),
+        (["--row-order", "hlk"], "row order 'hlk' is not an order of h, l, k and t"),
+        (["--policy", "fifo"], "'fifo'"),
+        (["--max-step-tokens", "0"], "max_step_tokens 0: a step has at least 1 token"),
+        (["--max-length", "1"], "max_length 1: a prompt and its reply have at least 2 tokens"),
+        (["--tokenizer", "/no/such/place"], "no directory '/no/such/place': name one that a tokenizer was saved to"),
+        (["--load-timeout-s", "nan"], "load_timeout_s nan"),
+        (["--attn-pack-size", "two"], "--attn-pack-size"),
+    ],
+)
+def test_bad_values_are_refused_before_a_model_is_loaded(
+    command: str,
+    args: list[str],
+    words: str,
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*args: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("hybridkv.engine.loading._from_checkpoint", load)
+    assert words in complaint(monkeypatch, capsys, command, checkpoint, *args)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_pack_sizes_beyond_the_model_are_refused(
+    command: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in ("0", "9"):
+        error = complaint(monkeypatch, capsys, command, checkpoint, "--attn-pack-size", size)
+        assert f"attention pack size {size}: " in error
+
+
+def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, *args: str) -> str:
+    """The one line that a command says before it ends with exit code 2."""
+    monkeypatch.setattr("hybridkv.serve.set_up_logs", lambda log_format, level: None)
+    own = {"serve": ["--port", "0"], "generate": ["-p", "one"], "chat": []}[command]
+    capsys.readouterr()
+    assert run([command, *args, "--memory", "16MiB", "--device", "cpu", *own]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hybridkv: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_row_order_reaches_the_plan(checkpoint: str) -> None:
+    with Engine(Path(checkpoint), memory="16MiB", device="cpu", row_order="tkhl") as engine:
+        assert engine.plan.options.row_order == "tkhl"
