@@ -1,8 +1,8 @@
 """A sample of the tests that covers them all: `pytest --sample 0.1`.
 
-Every test function is in the sample, and every value of every parameter it is called with: each family, each fault, each
-mode. A test of 6 families, 16 faults and 2 modes has 192 cases and is covered by 16. Of the other cases a share is
-drawn, by a seed that pytest's first lines print.
+Every test function is in the sample, and every value of every parameter it is called with: each family, each fault,
+each mode. A test of 6 families, 16 faults and 2 modes has 192 cases and is covered by 16. Of the other cases a share
+is drawn, by a seed that pytest's first line prints.
 
     --sample 0.1        the covering cases, and a tenth of the others
     --sample 0.1:0.5    another four tenths of the others, none of which the sample above has
@@ -29,31 +29,30 @@ class Share(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Share:
+        first, colon, last = text.rpartition(":")
         try:
-            numbers = [float(part) for part in text.split(":")]
+            share = cls(float(first or 0), float(last), with_covering=not colon)
         except ValueError:
-            numbers = []
-        if len(numbers) == 1:
-            numbers = [0.0, *numbers]
-        if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1] <= 1:
+            share = cls(1, 0, False)
+        if not 0 <= share.start <= share.end <= 1:
             raise pytest.UsageError(f"--sample {text}: write a share such as 0.1, or a range such as 0.1:0.5")
-        return cls(*numbers, with_covering=":" not in text)
+        return share
 
 
 def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
-    """Which of a test function's cases are run. A case has its parameters, by name, in `callspec.params` if it has any."""
+    """Which cases of one test function are run."""
     order = list(range(len(cases)))
     random.Random(f"{seed} {cases[0].nodeid.partition('[')[0]}").shuffle(order)
-    covered: set[Any] = set()
+    covered: set[tuple[str, Any]] = set()
     others: list[int] = []
     chosen = [False] * len(cases)
     for index in order:
         values = set(_values(cases[index]))
-        if values <= covered and covered:
+        if values <= covered and index != order[0]:
             others.append(index)
-            continue
-        covered |= values or {None}
-        chosen[index] = share.with_covering
+        else:
+            covered |= values
+            chosen[index] = share.with_covering
     for place, index in enumerate(others):
         chosen[index] = share.start <= (place + 0.5) / len(others) < share.end
     return chosen
@@ -89,7 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.getoption("sample") is not None and terminal is not None:
-        terminal.write_line(f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} --sample {session.config.getoption('sample')}")
+        terminal.write_line(
+            f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} --sample {session.config.getoption('sample')}"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -99,8 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     functions: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         functions.setdefault(item.nodeid.partition("[")[0], []).append(index)
-    left = set(range(len(items)))
+    runs = [False] * len(items)
     for cases in functions.values():
-        left -= {index for index, is_chosen in zip(cases, draw([items[i] for i in cases], share, seed)) if not is_chosen}
-    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index not in left])
-    items[:] = [item for index, item in enumerate(items) if index in left]
+        for index, is_chosen in zip(cases, draw([items[index] for index in cases], share, seed), strict=True):
+            runs[index] = is_chosen
+    config.hook.pytest_deselected(items=[item for item, is_run in zip(items, runs, strict=True) if not is_run])
+    items[:] = [item for item, is_run in zip(items, runs, strict=True) if is_run]
