@@ -9,8 +9,14 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 CORE := .compiled
 
-.PHONY: help setup setup-vllm setup-compiled test test-vllm test-compiled fuzz lint format bench bench-core bench-engine bench-replay bench-store \
-	bench-serve bench-stream serve clean
+# Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
+# `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
+SAMPLE := 0.05
+MORE := 0.4
+
+.PHONY: help setup setup-vllm setup-compiled serve test test-all test-more test-vllm test-compiled lint format clean \
+	prove-cache prove-engine prove-store prove-stream \
+	bench bench-core bench-engine bench-replay bench-store bench-serve bench-stream
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -46,8 +52,14 @@ setup-compiled: .compiled/.ready ## A .compiled with the package and its cache c
 serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the demo model), ARGS=more options
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
-test: setup ## All tests but those inside vLLM
+test: setup ## A sample of the tests that covers every test function, family and fault
+	$(BIN)/pytest -n auto --sample $(SAMPLE)
+
+test-all: setup ## All tests but those inside vLLM
 	$(BIN)/pytest -n auto
+
+test-more: setup ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
+	$(BIN)/pytest -n auto --sample $(SAMPLE):$(MORE)
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm
@@ -56,9 +68,20 @@ test-compiled: setup-compiled ## The tests of the cache core, compiled
 	cd .compiled && $(CURDIR)/$(BIN)/python -c 'from hybridkv.cache import IS_COMPILED; assert IS_COMPILED'
 	PYTHONPATH=.compiled $(BIN)/pytest -n auto tests/cache tests/replay
 
+# What takes too long for every day: run these when you change what they prove, and report the counts.
+
 # 2,500 caches of 400 verbs each: a million operations, with all checks after each. Some 15 minutes on two cores.
-fuzz: setup ## A million random operations on the cache core
+prove-cache: setup ## A million random operations on the cache core
 	HYBRIDKV_FUZZ_SEEDS=2500 HYBRIDKV_FUZZ_STEPS=400 $(BIN)/pytest -n auto tests/cache/test_fuzz.py -k seeded
+
+prove-engine: setup ## Random lives of requests: 20 of each family, every logit checked
+	HYBRIDKV_LIVES=20 $(BIN)/pytest -n auto tests/engine/test_correctness.py -k random_life
+
+prove-stream: setup ## Random lives of requests on stores with random faults: 40 of each mix of layers
+	HYBRIDKV_LIVES=40 $(BIN)/pytest -n auto tests/stream/test_lives.py -k random_life
+
+prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
+	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill
 
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .

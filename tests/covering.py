@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 SEED_VARIABLE = "HYBRIDKV_TEST_SEED"
+_INTERCHANGEABLE = {"seed"}
+"""Parameters of which one value is as good as another: they need not all be covered."""
 
 
 class Share(NamedTuple):
@@ -61,6 +63,8 @@ def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
 def _values(case: Any) -> Iterable[tuple[str, Any]]:
     params: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
     for name, value in params.items():
+        if name in _INTERCHANGEABLE:
+            continue
         yield name, value if _is_hashable(value) else id(value)
 
 

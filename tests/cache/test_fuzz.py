@@ -1,4 +1,4 @@
-"""Random interleavings of all verbs: short ones here, long ones with `make fuzz`."""
+"""Random interleavings of all verbs: short ones here, long ones with `make prove-cache`."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -109,11 +110,12 @@ def test_samples_part_after_the_prompt(family: str, device: str) -> None:
     assert not any(driver.cache.pages_in_use().values())
 
 
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HYBRIDKV_LIVES", "1"))))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_life_of_requests(family: str, device: str) -> None:
+def test_a_random_life_of_requests(family: str, seed: int, device: str) -> None:
     """Arrivals, shared prefixes, aborts, samples, resets and step sizes at random, in an arena that is too small."""
     model = build(family)
-    chance = random.Random(family)
+    chance = random.Random(f"{family} {seed}")
     driver = Driver(
         model,
         memory_bytes=memory_for(model, 3, 120),

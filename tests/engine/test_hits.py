@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from hybridkv import Engine, Prompt, SamplingParams
-from hybridkv.cache.policy import PromptEndBranchesGrid
-from hybridkv.cache.retention import default_checkpoints
+from hybridkv.cache.policy import Candidate, Kind, PromptEndBranchesGrid
+from hybridkv.cache.retention import default_checkpoints, named_policy
+from hybridkv.engine.loading import load
+from hybridkv.models import compute_of
 from hybridkv.replay import Setting, load_trace, replay
 from tests.engine.drive import GREEDY
-from tests.engine.zoo import FAMILIES, family_config, make, prompt
+from tests.engine.zoo import FAMILIES, build, family_config, make, prompt
 
 SHARED, OWN = 560, 400
 BRIEF = replace(GREEDY, max_tokens=2)
@@ -79,6 +81,24 @@ def test_replay_and_engine_report_the_same_hits(family: str, tmp_path: Path) -> 
     report = replay(load_trace(path), layout, setting)
     assert report.hit_tokens == sum(hits)
     assert report.hit_tokens > 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_an_engine_weighs_the_flops_of_its_model_as_a_replay_does(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.config.save_pretrained(tmp_path)
+    flops = load(model, device="cpu").compute().flops
+    assert flops(0, 64) == compute_of(tmp_path).flops(0, 64) > 64
+    assert flops(32, 64) < flops(0, 64)
+
+
+def test_the_policy_of_an_engine_asks_for_the_flops_of_its_model() -> None:
+    end = Candidate(Kind.END, False, 0, 64, 0, start=0, end=64, num_bytes=1)
+    with engine_of("qwen3_next", policy="flops") as engine:
+        rated = engine.core.cache._keeper._queue.policy.rate(end)
+        compute = load(make(family_config("qwen3_next", max_position_embeddings=2048)), device="cpu").compute()
+    assert rated == named_policy("flops", lambda: compute.flops).rate(end)
+    assert rated != named_policy("flops").rate(end)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])

@@ -27,6 +27,8 @@ from tests.store.samples import load, name_of, rows_of, save
 
 ROWS = (6000, 300_000)
 SIZE = 4 << 20
+KILLS = int(os.environ.get("HYBRIDKV_KILLS", "60"))
+""" "kill-at-random" kills so many."""
 CALLS = ("open", "ftruncate", "pwritev", "pwrite", "rename", "unlink", "mkdir", "close", "fdatasync")
 
 
@@ -98,7 +100,7 @@ def die_at(directory: Path, number: int, when: str) -> None:
 def kill_at_random(directory: Path) -> None:
     """Kill one of two writers at any moment; the other's drafts must not suffer."""
     source = random.Random(1)
-    for number in range(60):
+    for number in range(KILLS):
         victim = fork(partial(write_some, directory, number, 1000))
         witness = fork(partial(write_some, directory, number + 1000, 6))
         time.sleep(source.uniform(0, 0.03))
@@ -107,6 +109,7 @@ def kill_at_random(directory: Path) -> None:
         assert os.waitpid(witness, 0)[1] == 0, "a writer suffered from another's end"
         if number % 10 == 9:
             assert check(directory)
+    assert check(directory)
 
 
 def share(directory: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hybridkv.store import CorruptObject, Direct, FileStore, Guarded, Reader, StoreFault
 from hybridkv.store.files import FileBlobs
 from hybridkv.store.ledger import Ledger
-from tests.store.processes import PARTS
+from tests.store.processes import KILLS, PARTS
 from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 
 NAME = name_of(1)
@@ -49,7 +49,7 @@ def drafts_of(store: FileStore) -> list[Path]:
 def test_faults_of_processes(part: str, tmp_path: Path) -> None:
     """Each part says in tests/store/processes.py what it does."""
     command, root = [sys.executable, "-m", "tests.store.processes", part, str(tmp_path)], Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 + KILLS, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
 
 

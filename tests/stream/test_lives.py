@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
 import time
@@ -119,6 +120,29 @@ def test_no_room_in_the_middle_of_a_reply_is_an_error_and_not_a_shorter_reply() 
     assert completion.error is not None
     assert completion.error.startswith("no room to go on at token")
     assert len(completion.token_ids) < 900
+    driver.close()
+
+
+def test_giving_up_waits_for_a_copy_into_pages_and_lets_no_other_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = StreamDriver(model_of("falcon_h1"), garbage_of("falcon_h1"))
+    pages = driver.streamer._pages
+    copy_in, begun, ended = pages.copy_in, threading.Event(), []
+
+    def slowly(*args: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        copy_in(*args)
+        ended.append(args)
+
+    monkeypatch.setattr(pages, "copy_in", slowly)
+    driver.add("a", SHARED + prompt(9, 2), BRIEF)
+    driver.until_loading()
+    assert begun.wait(5)
+    driver.abort("a")
+    count = len(ended)
+    assert count > 0
+    time.sleep(0.5)
+    assert len(ended) == count, "a page was written after its load was given up"
     driver.close()
 
 
@@ -467,7 +491,7 @@ _KINDS = [Kind.MISSING, Kind.SHORT_ROW, Kind.FLIP_HEADER, Kind.FLIP_ROW, Kind.SL
 _KINDS += [Kind.FAIL_CREATE, Kind.FAIL_READ, Kind.FAIL_WRITE, Kind.FAIL_COMMIT, Kind.LOST, Kind.SLOW_WRITE]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HYBRIDKV_LIVES", "2"))))
 @pytest.mark.parametrize("family", MIXED)
 def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int) -> None:
     """Arrivals, shared prefixes, aborts, samples, resets, in an arena that is too small; checked at every step."""

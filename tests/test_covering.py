@@ -1,0 +1,67 @@
+"""The sample that `make test` runs: it covers everything, and what it leaves out is told apart from it."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.covering import Share, draw
+
+
+def cases_of(*sizes: int, seeds: int = 1) -> list[Any]:
+    """A test function's cases: every combination of parameters that take so many values, and seeds."""
+    names = [f"parameter{index}" for index in range(len(sizes))]
+    found = [
+        SimpleNamespace(nodeid="tests/x.py::test_x[...]", callspec=SimpleNamespace(params=params))
+        for values in product(*map(range, sizes), range(seeds))
+        for params in [dict(zip([*names, "seed"], values, strict=True))]
+    ]
+    return found if sizes else [SimpleNamespace(nodeid="tests/x.py::test_x")]
+
+
+SIZES = st.lists(st.integers(1, 6), max_size=3)
+SHARES = st.floats(0, 1)
+
+
+@given(SIZES, st.integers(1, 3), SHARES, st.integers())
+def test_every_value_of_every_parameter_is_covered(sizes: list[int], seeds: int, share: float, seed: int) -> None:
+    cases = cases_of(*sizes, seeds=seeds)
+    chosen = [case for case, runs in zip(cases, draw(cases, Share(0, share, True), seed), strict=True) if runs]
+    assert chosen
+    for index, size in enumerate(sizes):
+        assert {case.callspec.params[f"parameter{index}"] for case in chosen} == set(range(size))
+    if share == 0:
+        assert len(chosen) <= sum(sizes) + 1
+
+
+@given(SIZES, st.integers(1, 3), SHARES, SHARES, st.integers())
+def test_a_sample_and_what_goes_on_from_it_share_nothing_and_are_all_in_the_end(
+    sizes: list[int], seeds: int, first: float, second: float, seed: int
+) -> None:
+    first, second = sorted((first, second))
+    cases = cases_of(*sizes, seeds=seeds)
+    parts = [Share(0, first, True), Share(first, second, False), Share(second, 1, False)]
+    runs = [draw(cases, part, seed) for part in parts]
+    assert [sum(one) for one in zip(*runs, strict=True)] == [1] * len(cases)
+    assert draw(cases, parts[0], seed) == runs[0], "the same seed draws the same"
+
+
+def test_another_seed_draws_other_cases() -> None:
+    cases = cases_of(6, 6)
+    assert len({tuple(draw(cases, Share(0, 0.1, True), seed)) for seed in range(8)}) > 1
+
+
+@pytest.mark.parametrize("text", ["", "a", "2", "-1", "0.5:0.2", "0:1:1", ":", "0.1:", "nan"])
+def test_shares_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"--sample {text}: write a share"):
+        Share.parse(text)
+
+
+def test_shares_as_people_write_them() -> None:
+    assert Share.parse("0.1") == Share(0.0, 0.1, True)
+    assert Share.parse("0.1:0.5") == Share(0.1, 0.5, False)
