@@ -1,8 +1,8 @@
 """A sample of the tests that covers them all: `pytest --sample 0.1`.
 
-Every test function is in the sample, and every value of every parameter it is called with: each family, each fault,
-each mode. A test of 6 families, 16 faults and 2 modes has 192 cases and is covered by 16. Of the other cases a share
-is drawn, by a seed that pytest's first line prints.
+From every file the sample has each test function, and each value of each parameter: each family, each fault, each
+mode. A file with one test of 6 families, 16 faults and 2 modes has 192 cases and is covered by some 16. Which case
+covers what is drawn, and so is a share of the others, by a seed that pytest's first line prints.
 
     --sample 0.1        the covering cases, and a tenth of the others
     --sample 0.1:0.5    another four tenths of the others, none of which the sample above has
@@ -42,15 +42,15 @@ class Share(NamedTuple):
 
 
 def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
-    """Which cases of one test function are run."""
+    """Which cases of one file are run."""
     order = list(range(len(cases)))
-    random.Random(f"{seed} {cases[0].nodeid.partition('[')[0]}").shuffle(order)
+    random.Random(f"{seed} {cases[0].nodeid.partition('::')[0]}").shuffle(order)
     covered: set[tuple[str, Any]] = set()
     others: list[int] = []
     chosen = [False] * len(cases)
     for index in order:
         values = set(_values(cases[index]))
-        if values <= covered and index != order[0]:
+        if values <= covered:
             others.append(index)
         else:
             covered |= values
@@ -61,6 +61,8 @@ def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
 
 
 def _values(case: Any) -> Iterable[tuple[str, Any]]:
+    """What a case covers: its test function, and the values of its parameters by their names."""
+    yield "function", case.nodeid.partition("[")[0]
     params: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
     for name, value in params.items():
         if name in _INTERCHANGEABLE:
@@ -101,11 +103,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("sample") is None:
         return
     share, seed = Share.parse(config.getoption("sample")), int(os.environ[SEED_VARIABLE])
-    functions: dict[str, list[int]] = {}
+    files: dict[str, list[int]] = {}
     for index, item in enumerate(items):
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(index)
+        files.setdefault(item.nodeid.partition("::")[0], []).append(index)
     runs = [False] * len(items)
-    for cases in functions.values():
+    for cases in files.values():
         for index, is_chosen in zip(cases, draw([items[index] for index in cases], share, seed), strict=True):
             runs[index] = is_chosen
     config.hook.pytest_deselected(items=[item for item, is_run in zip(items, runs, strict=True) if not is_run])

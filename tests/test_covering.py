@@ -14,14 +14,15 @@ from tests.covering import Share, draw
 
 
 def cases_of(*sizes: int, seeds: int = 1) -> list[Any]:
-    """A test function's cases: every combination of parameters that take so many values, and seeds."""
+    """A file's cases: a test without parameters, and two with every combination of parameters and seeds."""
     names = [f"parameter{index}" for index in range(len(sizes))]
-    found = [
-        SimpleNamespace(nodeid="tests/x.py::test_x[...]", callspec=SimpleNamespace(params=params))
-        for values in product(*map(range, sizes), range(seeds))
-        for params in [dict(zip([*names, "seed"], values, strict=True))]
-    ]
-    return found if sizes else [SimpleNamespace(nodeid="tests/x.py::test_x")]
+    found = [SimpleNamespace(nodeid="tests/x.py::test_x")]
+    for function in ("test_y", "test_z"):
+        for values in product(*map(range, sizes), range(seeds)):
+            params = dict(zip([*names, "seed"], values, strict=True))
+            nodeid, callspec = f"tests/x.py::{function}[...]", SimpleNamespace(params=params)
+            found.append(SimpleNamespace(nodeid=nodeid, callspec=callspec))
+    return found
 
 
 SIZES = st.lists(st.integers(1, 6), max_size=3)
@@ -32,11 +33,12 @@ SHARES = st.floats(0, 1)
 def test_every_value_of_every_parameter_is_covered(sizes: list[int], seeds: int, share: float, seed: int) -> None:
     cases = cases_of(*sizes, seeds=seeds)
     chosen = [case for case, runs in zip(cases, draw(cases, Share(0, share, True), seed), strict=True) if runs]
-    assert chosen
+    assert len({case.nodeid for case in chosen}) == 3
+    params = [case.callspec.params for case in chosen if hasattr(case, "callspec")]
     for index, size in enumerate(sizes):
-        assert {case.callspec.params[f"parameter{index}"] for case in chosen} == set(range(size))
+        assert {one[f"parameter{index}"] for one in params} == set(range(size))
     if share == 0:
-        assert len(chosen) <= sum(sizes) + 1
+        assert len(chosen) <= sum(sizes) + 3
 
 
 @given(SIZES, st.integers(1, 3), SHARES, SHARES, st.integers())

@@ -145,7 +145,9 @@ class WatchedStreaming(Streaming):
         self.discarded: set[tuple[bytes, int]] = set()
 
     def discard(self, sample: Sample) -> None:
-        self.discarded.add((sample.tokens, self._in_step[sample].end))
+        assert sample.transfer is not None
+        assert sample.transfer.load is not None
+        self.discarded.add((sample.tokens, sample.transfer.load.end))
         super().discard(sample)
 
 

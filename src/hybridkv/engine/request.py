@@ -12,7 +12,8 @@ from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.rows import RowState
 from hybridkv.engine.sampler import Sampled, TokenLogprobs
 from hybridkv.engine.text import TextStream
-from hybridkv.stream import BlockKeys, Fetch, Streamer
+from hybridkv.engine.transfer import Stage, Transfer
+from hybridkv.stream import BlockKeys, Streamer
 
 
 class Sample:
@@ -29,12 +30,8 @@ class Sample:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.has_followed = False
-        self.has_asked = False
-        """The store, if there is one, since it last waited."""
-        self.fetch: Fetch | None = None
-        """What the store says it has."""
-        self.load_to = 0
-        """Up to where its next step begins with tokens from the store."""
+        self.transfer: Transfer | None = None
+        """What the store adds; None if it was not asked since the sample last waited."""
         self.preemptions = 0
         self.failures = 0
         """Steps of it that raised since it last got further."""
@@ -68,9 +65,19 @@ class Sample:
         return self.lease.num_tokens - max(self.lease.computed, self.load_to)
 
     @property
+    def load_to(self) -> int:
+        """Up to where its next step begins with tokens from the store."""
+        return 0 if self.transfer is None else self.transfer.load_to
+
+    @property
     def is_idle(self) -> bool:
         """It runs, and has no step in flight."""
         return self.lease is not None and not self.lease.in_flight
+
+    @property
+    def is_loading(self) -> bool:
+        """It waits for a load that is a step of its own."""
+        return self.transfer is not None and self.transfer.stage is Stage.LOADING
 
     @property
     def full_text(self) -> str:

@@ -66,7 +66,7 @@ class Scheduler:
         if lease.in_flight:
             self.cache.abort(lease)
             if self.streaming is not None:
-                self.streaming.abandon(lease)
+                self.streaming.abandon(sample)
         else:
             self.cache.release(lease)
 
@@ -128,7 +128,7 @@ class Scheduler:
         )
         sample.started()
         if self.streaming is not None:
-            self.streaming.started(sample, is_alone=all(self.streaming.is_loading(one) for one in self.running))
+            self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))
         insort(self.running, sample, key=lambda one: one.rank)
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Scheduler:
         self.running.remove(sample)
         self.cache.release(sample.lease)
         sample.lease = None
-        sample.has_asked, sample.load_to = False, 0
+        sample.transfer = None
         sample.preemptions += 1
         self.preempted += 1
         self._is_full = True

@@ -1,38 +1,63 @@
-"""One step's transfers: what its layers wait for, and what they leave. Made anew for each step, and over with it."""
+"""One step's transfers: what its layers wait for, and what they leave. One object a step, which ends with it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 
 from hybridkv.stream.dump import Dumper, Outgoing
 from hybridkv.stream.load import Load
 
 
-@dataclass(slots=True)
 class StepTransfers:
-    """Told of every layer of a step. Loads that are under way beside it are not its business."""
+    """Told of every layer of a step. Loads beside the step are not its business.
 
-    dumper: Dumper
-    loads: Sequence[Load] = ()
-    """What the step's own requests wait for, layer by layer."""
-    wait_seconds: float = 0.0
-    _due: dict[int, list[tuple[Outgoing, int]]] = field(default_factory=dict)
-    """By layer: rows that can be taken out once it has run."""
+    An owner is whoever the caller tells apart: a load or an object belongs to one of the step's requests.
+    """
 
-    def add(self, outgoing: Outgoing) -> None:
+    def __init__(self, dumper: Dumper) -> None:
+        self.loads: dict[Hashable, Load] = {}
+        """By owner: what the step waits for, layer by layer."""
+        self.wait_seconds = 0.0
+        self.has_run = False
+        self._dumper = dumper
+        self._due: dict[int, list[tuple[Outgoing, int]]] = {}
+        """By layer: rows that can be copied out once it has run."""
+        self._unjudged: dict[Hashable, list[Outgoing]] = {}
+        self._judged: list[tuple[Outgoing, bool]] = []
+
+    def add(self, owner: Hashable, outgoing: Outgoing) -> None:
         """An object whose last rows this step computes."""
+        self._unjudged.setdefault(owner, []).append(outgoing)
         for number, row in enumerate(outgoing.group.rows):
             self._due.setdefault(row.last_layer, []).append((outgoing, number))
 
     def before_layer(self, layer: int) -> None:
         if self.loads:
             start = time.perf_counter()
-            for load in self.loads:
+            for load in self.loads.values():
                 load.wait(layer)
             self.wait_seconds += time.perf_counter() - start
 
     def after_layer(self, layer: int) -> None:
         for outgoing, number in self._due.pop(layer, ()):
-            self.dumper.row(outgoing, number)
+            self._dumper.row(outgoing, number)
+
+    def finish(self) -> None:
+        """All layers have run, or one has failed: end the loads. A second call does nothing."""
+        for load in self.loads.values():
+            load.finish()
+        self.has_run = True
+
+    def judge(self, owner: Hashable, counts: bool) -> None:
+        """Whether what the step computed for `owner` counts. Takes effect with `publish`."""
+        self._judged += [(one, counts) for one in self._unjudged.pop(owner, ())]
+
+    def publish(self) -> None:
+        """Publish the objects of owners whose step counts. All others are discarded, and counted."""
+        for owner in list(self._unjudged):
+            self.judge(owner, False)
+        self._due.clear()
+        for one, counts in self._judged:
+            self._dumper.judge(one, counts)
+        self._judged = []
