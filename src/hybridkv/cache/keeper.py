@@ -76,6 +76,7 @@ class Keeper:
         self.stats = stats
         self.events = events
         self._sights = [group.sight for group in layout.token_groups]
+        self._block_tokens = layout.block_tokens
         self._queue = EvictionQueue(layout, eviction)
         self.history = History(self._queue, layout.block_tokens)
         self._run_operations = run_operations
@@ -156,7 +157,7 @@ class Keeper:
     # --- pages held one by one ----------------------------------------------------------------------------------------
 
     def first_visible_block(self, group: int, position: int) -> int:
-        return self._sights[group].first_visible_block(position, self.layout.block_tokens)
+        return self._sights[group].first_visible(position) // self._block_tokens
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
         """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""
