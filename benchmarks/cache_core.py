@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from hybridkv.cache import IS_COMPILED, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Role
+from hybridkv.sight import Sight
 
 BLOCK = 16
 STATE_BLOCK = 544  # what one uniform page makes of Qwen3-Next with bf16 states
@@ -90,7 +91,10 @@ class Ours:
     def __init__(self, setup: Setup, length: int, concurrency: int) -> None:
         blocks = math.ceil((length + DECODE) / BLOCK)
         groups = [CacheGroup("full", Role.FULL, STATE_PAGES, page_bytes=BLOCK)]
-        groups += [CacheGroup(f"window{w}", Role.LOCAL, STATE_PAGES, page_bytes=BLOCK, window=w) for w in setup.windows]
+        groups += [
+            CacheGroup(f"window{w}", Role.LOCAL, STATE_PAGES, page_bytes=BLOCK, sight=Sight(window=w))
+            for w in setup.windows
+        ]
         slabs = (concurrency + 2 + FAMILIES) * blocks // STATE_PAGES + 4
         if setup.windows:  # as many pages as vLLM has blocks: both are the same bytes
             slabs = vllm_blocks(blocks, len(groups), concurrency) // STATE_PAGES

@@ -15,7 +15,20 @@ import hybridkv
 SOURCE = Path(hybridkv.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground floor up; modules on one line may import each other downwards only through the lines before.
-FLOORS = ["errors", "units", "spec", "models", "plan", "cache", "memory", "kernels", "replay", "store", "stream"]
+FLOORS = [
+    "errors",
+    "units",
+    "sight",
+    "spec",
+    "models",
+    "plan",
+    "cache",
+    "memory",
+    "kernels",
+    "replay",
+    "store",
+    "stream",
+]
 FLOORS += ["demo", "engine", "serve", "cli"]
 
 

@@ -1,31 +1,31 @@
-"""What specs say of blocks, against counting."""
+"""What specs say of blocks, and what they refuse."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybridkv.errors import ParallelismError
 from hybridkv.models import read_config
-from hybridkv.spec import ChunkedLocal, SlidingWindow
+from hybridkv.sight import Sight
+from hybridkv.spec import AttentionLayer, ChunkedLocal, FullAttention, LatentAttention, SlidingWindow
 
 
-def first_visible(spec: SlidingWindow | ChunkedLocal, position: int) -> int:
-    if isinstance(spec, SlidingWindow):
-        return max(0, position - spec.window + 1)
-    return position // spec.chunk * spec.chunk
-
-
-@given(st.booleans(), st.integers(1, 40), st.integers(1, 24))
-def test_local_groups_hold_and_keep_exactly_what_they_can_see(is_window: bool, reach: int, block: int) -> None:
-    spec: SlidingWindow | ChunkedLocal = SlidingWindow(0, (), reach) if is_window else ChunkedLocal(0, (), reach)
-    positions = range(4 * reach * block + block)
-    touched = [p // block - first_visible(spec, p) // block + 1 for p in positions]
-    assert spec.held_blocks(len(positions), block) == max(touched)
-    at_boundaries = [n // block - first_visible(spec, n) // block for n in positions if n % block == 0]
-    assert spec.checkpoint_blocks(block) == max(at_boundaries)
-    assert spec.held_blocks(1, block) == 1
+@pytest.mark.parametrize(
+    ("spec", "sight", "checkpoint_blocks"),
+    [
+        (FullAttention(0, ()), Sight(), 0),
+        (LatentAttention(0, ()), Sight(), 0),
+        (SlidingWindow(0, (), 64), Sight(window=64), 4),
+        (SlidingWindow(0, (), 65), Sight(window=65), 4),
+        (ChunkedLocal(0, (), 64), Sight(chunk=64), 3),
+        (ChunkedLocal(0, (), 63), Sight(chunk=63), 4),
+    ],
+)
+def test_attention_keeps_what_is_in_sight(spec: AttentionLayer, sight: Sight, checkpoint_blocks: int) -> None:
+    assert spec.sight == sight
+    assert spec.checkpoint_blocks(16) == checkpoint_blocks
+    for num_tokens in (0, 1, 70, 1000):
+        assert spec.held_blocks(num_tokens, 16) == sight.held_blocks(num_tokens, 16)
 
 
 @pytest.mark.parametrize(

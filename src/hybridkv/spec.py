@@ -8,10 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
-from math import gcd, prod
+from math import prod
 from typing import ClassVar
 
 from hybridkv.errors import HybridKVError, ParallelismError
+from hybridkv.sight import EVERYTHING, Sight
 
 
 class DType(StrEnum):
@@ -131,7 +132,7 @@ class LayerSpec(ABC):
 
     @abstractmethod
     def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        """The most blocks (or states) one request of `num_tokens` holds at once, wherever its blocks begin."""
+        """The most blocks (or states) that one request of `num_tokens` holds at once."""
 
     @abstractmethod
     def checkpoint_blocks(self, block_tokens: int) -> int:
@@ -139,7 +140,23 @@ class LayerSpec(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class FullAttention(LayerSpec):
+class AttentionLayer(LayerSpec):
+    """A layer that keeps tokens for as long as later ones see them."""
+
+    @property
+    @abstractmethod
+    def sight(self) -> Sight:
+        """Which tokens a token sees in this layer."""
+
+    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
+        return self.sight.held_blocks(num_tokens, block_tokens)
+
+    def checkpoint_blocks(self, block_tokens: int) -> int:
+        return self.sight.checkpoint_blocks(block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(AttentionLayer):
     """K and V of every token."""
 
     kind: ClassVar[str] = "full_attention"
@@ -148,11 +165,9 @@ class FullAttention(LayerSpec):
     def group(self) -> str:
         return "full"
 
-    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        return _ceil_div(num_tokens, block_tokens)
-
-    def checkpoint_blocks(self, block_tokens: int) -> int:
-        return 0
+    @property
+    def sight(self) -> Sight:
+        return EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +182,7 @@ class LatentAttention(FullAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow(LayerSpec):
+class SlidingWindow(AttentionLayer):
     """K and V of the last `window` tokens, the current one included."""
 
     kind: ClassVar[str] = "sliding_window"
@@ -178,15 +193,13 @@ class SlidingWindow(LayerSpec):
     def group(self) -> str:
         return f"window{self.window}"
 
-    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        return min(_ceil_div(num_tokens, block_tokens), _blocks_touched(self.window, block_tokens))
-
-    def checkpoint_blocks(self, block_tokens: int) -> int:
-        return _ceil_div(self.window - 1, block_tokens)
+    @property
+    def sight(self) -> Sight:
+        return Sight(window=self.window)
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedLocal(LayerSpec):
+class ChunkedLocal(AttentionLayer):
     """K and V of the current chunk of `chunk` tokens; a token never sees an earlier chunk."""
 
     kind: ClassVar[str] = "chunked_local"
@@ -197,12 +210,9 @@ class ChunkedLocal(LayerSpec):
     def group(self) -> str:
         return f"chunk{self.chunk}"
 
-    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        return min(_ceil_div(num_tokens, block_tokens), self.checkpoint_blocks(block_tokens) + 1)
-
-    def checkpoint_blocks(self, block_tokens: int) -> int:
-        furthest_start = block_tokens - gcd(self.chunk, block_tokens)  # how far into a block a chunk may begin
-        return (furthest_start + self.chunk - 1) // block_tokens
+    @property
+    def sight(self) -> Sight:
+        return Sight(chunk=self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +287,3 @@ class ModelSpec:
             spec.nbytes * spec.checkpoint_blocks(block_tokens) * (1 if isinstance(spec, LinearState) else block_tokens)
             for spec in self.layers
         )
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _blocks_touched(num_tokens: int, block_tokens: int) -> int:
-    """The most blocks that `num_tokens` consecutive tokens can touch."""
-    return (num_tokens + 2 * block_tokens - 2) // block_tokens

@@ -14,6 +14,7 @@ from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRo
 from hybridkv.cache.index import State
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value
 
 T = TypeVar("T")
@@ -37,9 +38,11 @@ def random_layout(chance: Chance) -> CacheLayout:
     """Some full groups, up to two windows and a chunk, up to two states, up to two taps."""
     groups = [CacheGroup(f"full{i}", Role.FULL, chance.integer(1, 5)) for i in range(chance.integer(0, 2))]
     for i in range(chance.integer(0, 2)):
-        groups.append(CacheGroup(f"window{i}", Role.LOCAL, chance.integer(1, 5), window=chance.integer(1, 14)))
+        groups.append(
+            CacheGroup(f"window{i}", Role.LOCAL, chance.integer(1, 5), sight=Sight(window=chance.integer(1, 14)))
+        )
     if chance.one_in(4):
-        groups.append(CacheGroup("chunk", Role.LOCAL, chance.integer(1, 4), chunk=chance.integer(1, 12)))
+        groups.append(CacheGroup("chunk", Role.LOCAL, chance.integer(1, 4), sight=Sight(chunk=chance.integer(1, 12))))
     for i in range(chance.integer(0, 2)):
         size = chance.integer(1, 3)
         groups.append(CacheGroup(f"state{i}", Role.STATE, chance.integer(1, 3), pages_per_state=size))

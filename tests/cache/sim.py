@@ -89,7 +89,7 @@ class Sim:
         good_until = step.start if num_good is None else step.loaded.start + num_good
         for name, table in step.tables.items():
             group = self.groups[name]
-            first = group.first_visible(step.start) // step.block_tokens * step.block_tokens
+            first = group.sight.first_visible(step.start) // step.block_tokens * step.block_tokens
             for position in range(max(first, step.loaded.start), step.start):
                 page = table[position // step.block_tokens]
                 assert page >= group.pages_per_slab, "a write into the null slab"
@@ -163,7 +163,7 @@ class Sim:
 
     def _read_tokens(self, lease: Lease, step: StepTables, name: str, table: Sequence[int]) -> bool:
         group, size, tainted = self.groups[name], step.block_tokens, False
-        first = 0 if group.role is Role.TAP else group.first_visible(step.start)
+        first = 0 if group.role is Role.TAP else group.sight.first_visible(step.start)
         for position in range(first, step.start):
             page = table[position // size]
             assert page != NULL_PAGE
@@ -225,7 +225,7 @@ class Sim:
                     continue
                 if group.role is Role.TAP and inside and not any(c.tail_pages[g] != NULL_PAGE for c in here):
                     return False
-                if not all(has_page(g, b) for b in range(group.first_visible(n) // size, whole)):
+                if not all(has_page(g, b) for b in range(group.sight.first_visible(n) // size, whole)):
                     return False
             return True
 

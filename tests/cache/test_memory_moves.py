@@ -11,12 +11,13 @@ from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, 
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.pages import make_pages
 from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.sight import Sight
 from tests.cache.sim import Sim
 from tests.cache.test_named import tokens
 
 GROUPS = {
     "full": CacheGroup("full", Role.FULL, 6),
-    "window": CacheGroup("window", Role.LOCAL, 5, window=1000),
+    "window": CacheGroup("window", Role.LOCAL, 5, sight=Sight(window=1000)),
     "state": CacheGroup("state", Role.STATE, 1),
     "tap": CacheGroup("tap", Role.TAP, 4),
 }

@@ -15,6 +15,7 @@ from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan
+from hybridkv.sight import Sight
 from hybridkv.spec import LayerSpec
 from tests.cache.sim import Sim
 
@@ -23,7 +24,7 @@ STATE = CacheGroup("state", Role.STATE, 1)
 
 
 def window(size: int, name: str = "") -> CacheGroup:
-    return CacheGroup(name or f"window{size}", Role.LOCAL, 8, window=size)
+    return CacheGroup(name or f"window{size}", Role.LOCAL, 8, sight=Sight(window=size))
 
 
 def sim(*groups: CacheGroup, num_slabs: int = 400, grid: int | None = None, **options: Any) -> Sim:
@@ -44,7 +45,7 @@ MIXES = {
     "state only": [STATE],
     "window only": [window(64)],
     "two states, two windows": [FULL, STATE, CacheGroup("state2", Role.STATE, 3), window(24), window(200)],
-    "chunk": [FULL, CacheGroup("chunk", Role.LOCAL, 8, chunk=64)],
+    "chunk": [FULL, CacheGroup("chunk", Role.LOCAL, 8, sight=Sight(chunk=64))],
     "packed": [CacheGroup(f"full.{i}", Role.FULL, 8 + i) for i in range(4)] + [STATE],
     "cut state": [FULL, CacheGroup("state", Role.STATE, 2, pages_per_state=3)],
 }
@@ -384,7 +385,7 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
 def test_a_plan_becomes_a_layout() -> None:
     plan = make_plan(load_model("gemma-3-27b", taps=[3, 7]), PlanOptions(20 * 2**30))
     layout = CacheLayout.from_plan(plan)
-    assert [(g.name, g.role, g.pool_name, g.window) for g in layout.token_groups] == [
+    assert [(g.name, g.role, g.pool_name, g.sight.window) for g in layout.token_groups] == [
         ("full", Role.FULL, "full", None),
         ("window1024", Role.LOCAL, "window1024", 1024),
         ("tap3", Role.TAP, "taps", None),
@@ -394,7 +395,7 @@ def test_a_plan_becomes_a_layout() -> None:
     small = make_plan(load_model("qwen3.5-397b-a17b", tp=2), PlanOptions(5 * 2**30))
     assert CacheLayout.from_plan(small).state_groups[0].pages_per_state == 3
     llama4 = make_plan(load_model("llama-4-scout-17b-16e"), PlanOptions(20 * 2**30))
-    assert {g.chunk for g in CacheLayout.from_plan(llama4).token_groups} == {None, 8192}
+    assert {g.sight.chunk for g in CacheLayout.from_plan(llama4).token_groups} == {None, 8192}
     with pytest.raises(PlanError, match="block of 0 tokens"):
         CacheLayout.of([FULL], block_tokens=0, num_slabs=4)
     with pytest.raises(PlanError, match="without groups"):
@@ -783,11 +784,24 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
     for groups, reason in (
         ([FULL, FULL], "same name"),
         ([CacheGroup("a", Role.TAP, 4, pool="p"), CacheGroup("b", Role.TAP, 5, pool="p")], "one pool"),
+        ([FULL, CacheGroup("w", Role.LOCAL, 4)], "'w' of role local has .* a local group has a window or a chunk"),
+        (
+            [CacheGroup("f", Role.FULL, 4, sight=Sight(window=8))],
+            "'f' of role full has .*window=8.* no other group has",
+        ),
     ):
         with pytest.raises(PlanError, match=reason):
             CacheLayout.of(groups, block_tokens=16, num_slabs=4)
     with pytest.raises(PlanError, match="at least 2"):
         CacheLayout.of([FULL], block_tokens=16, num_slabs=1)
+
+
+@pytest.mark.parametrize(("sight", "num_blocks"), [(Sight(window=64), 4), (Sight(chunk=64), 3), (Sight(chunk=63), 4)])
+def test_a_layout_weighs_checkpoints_by_what_they_keep(sight: Sight, num_blocks: int) -> None:
+    """A chunk of whole blocks is never seen whole from a block boundary: where it ends, the next one begins."""
+    groups = [FULL, CacheGroup("local", Role.LOCAL, 8, page_bytes=100, sight=sight), STATE]
+    layout = CacheLayout.of(groups, block_tokens=16, num_slabs=4)
+    assert layout.checkpoint_bytes == num_blocks * 100 + STATE.page_bytes
 
 
 def test_invalid_pages_are_cleared_before_anyone_has_them_again() -> None:

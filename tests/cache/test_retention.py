@@ -18,6 +18,7 @@ from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index
 from hybridkv.errors import HybridKVError
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan
+from hybridkv.sight import Sight
 from tests.cache.sim import Sim
 
 FULL = CacheGroup("full", Role.FULL, 8, page_bytes=1)
@@ -375,7 +376,7 @@ def test_an_arena_of_many_slabs_has_enough_blocks_in_each(name: str) -> None:
 def test_in_unused_memory_few_checkpoints_keep_all_blocks_of_windows(windows: list[int]) -> None:
     """Wherever another prompt leaves a known one, it resumes there; the blocks are kept, not the boundaries."""
     groups = [CacheGroup("full", Role.FULL, 8)]
-    groups += [CacheGroup(f"window{size}", Role.LOCAL, 8, window=size) for size in windows]
+    groups += [CacheGroup(f"window{size}", Role.LOCAL, 8, sight=Sight(window=size)) for size in windows]
     layout = CacheLayout.of(groups, block_tokens=16, num_slabs=2000, kv_bytes_per_token=1)
     cache = Sim(layout, checkpoint_policy=default_checkpoints(layout))
     prompt = tokens(2048)

@@ -14,6 +14,7 @@ import hybridkv.engine.seams.frame
 import hybridkv.engine.seams.functions
 import hybridkv.engine.seams.stand_in
 from hybridkv.cache import CopyPage, Segment, StepTables
+from hybridkv.sight import Sight
 from tests.engine.drive import Driver
 from tests.engine.zoo import FAMILIES, build, prompt
 
@@ -119,10 +120,10 @@ def test_convolution_inputs_forgotten(family: str, monkeypatch: pytest.MonkeyPat
 def test_a_window_off_by_one(family: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make = runner_module.make_token_table
 
-    def wrong(*args: Any, window: int | None, chunk: int | None, **options: Any) -> Any:
-        return make(
-            *args, window=window + offset if window else None, chunk=chunk + offset if chunk else None, **options
-        )
+    def wrong(*args: Any, sight: Sight, **options: Any) -> Any:
+        window = sight.window + offset if sight.window else None
+        chunk = sight.chunk + offset if sight.chunk else None
+        return make(*args, sight=Sight(window, chunk), **options)
 
     monkeypatch.setattr(runner_module, "make_token_table", wrong)
     with noticed():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.tokens import TokenTable, make_token_table
+from hybridkv.sight import Sight
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
@@ -44,7 +45,7 @@ class Step:
 
     def table(self) -> TokenTable:
         return make_token_table(
-            self.spans, self.tables, block_tokens=self.block_tokens, device=CPU, window=self.window, chunk=self.chunk
+            self.spans, self.tables, block_tokens=self.block_tokens, device=CPU, sight=Sight(self.window, self.chunk)
         )
 
 

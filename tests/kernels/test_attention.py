@@ -15,6 +15,7 @@ from hybridkv.kernels import attention, cover, softmax
 from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.tokens import gather_tokens, write_tokens
+from hybridkv.sight import Sight
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference, steps
 
 SCALE = 0.3
@@ -164,7 +165,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=64))
 def test_decoding_is_batched_whatever_the_lengths(ends: list[int]) -> None:
-    visibles = [cover.see(Span(row, end - 1, end), cover.Sight(), 16) for row, end in enumerate(ends)]
+    visibles = [cover.see(Span(row, end - 1, end), Sight(), 16) for row, end in enumerate(ends)]
     buckets = cover.fill_buckets(visibles, 16, None)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(ends)))
     assert len(buckets) <= 12
@@ -174,7 +175,7 @@ def test_decoding_is_batched_whatever_the_lengths(ends: list[int]) -> None:
 
 
 def test_buckets_fit_the_cache_unless_one_span_does_not() -> None:
-    visibles = [cover.see(Span(row, end - 1, end), cover.Sight(), 16) for row, end in enumerate([500] * 9 + [5000] * 2)]
+    visibles = [cover.see(Span(row, end - 1, end), Sight(), 16) for row, end in enumerate([500] * 9 + [5000] * 2)]
     buckets = cover.fill_buckets(visibles, 16, 2048)
     assert sorted(map(len, buckets)) == [1, 1, 1, 4, 4]
 

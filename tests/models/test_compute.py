@@ -17,6 +17,7 @@ from hybridkv.models.compute import Attention, Compute
 from hybridkv.models.family import FAMILIES
 from hybridkv.models.feed_forward import FEED_FORWARD
 from hybridkv.models.weight_defaults import WEIGHT_DEFAULTS
+from hybridkv.sight import Sight
 from tests.tiny import TINY, tiny_config
 
 NUM_TOKENS = 48
@@ -27,8 +28,8 @@ EXACT = sorted(
     - {"minimax", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"}
 )
 MODELS = {
-    "windows": Compute("m", 100, 200, 10, 7, (Attention(3), Attention(5, window=8)), "config"),
-    "chunks": Compute("m", 100, 200, 10, 0, (Attention(3, chunk=8),), "config"),
+    "windows": Compute("m", 100, 200, 10, 7, (Attention(3), Attention(5, Sight(window=8))), "config"),
+    "chunks": Compute("m", 100, 200, 10, 0, (Attention(3, Sight(chunk=8)),), "config"),
 }
 
 
@@ -73,7 +74,7 @@ def test_flops_of_a_prompt_are_those_torch_counts(model_type: str) -> None:
     compute = read_compute(tiny_config(model_type).to_dict(), name=model_type)
     ours = compute.flops(0, NUM_TOKENS) - compute.state_flops * NUM_TOKENS
     ours += 2 * compute.head_parameters * (NUM_TOKENS - 1)
-    ours += sum(kind.pair_flops * (NUM_TOKENS**2 - kind.pairs(NUM_TOKENS)) for kind in compute.attention)
+    ours += sum(kind.pair_flops * (NUM_TOKENS**2 - kind.sight.num_pairs(NUM_TOKENS)) for kind in compute.attention)
     assert ours == pytest.approx(flops_of_prompt(model_type), rel=0.01)
 
 
@@ -102,16 +103,6 @@ def test_flops_add_up_and_grow(compute: Compute) -> None:
             assert compute.flops(0, start) + compute.flops(start, end) - head == compute.flops(0, end)
             assert head < compute.flops(start, end) < compute.flops(0, end)
     assert compute.flops(9, 9) == 0
-
-
-@pytest.mark.parametrize("kind", [Attention(1), Attention(1, window=8), Attention(1, chunk=8)])
-def test_pairs_are_what_counting_gives(kind: Attention) -> None:
-    def seen(position: int) -> int:
-        if kind.chunk:
-            return position % kind.chunk + 1
-        return min(position + 1, kind.window or position + 1)
-
-    assert [kind.pairs(n) for n in range(40)] == [sum(map(seen, range(n))) for n in range(40)]
 
 
 def test_impossible_ranges_are_refused() -> None:

@@ -49,7 +49,7 @@ def needed(catalogue: Catalogue, chain: Sequence[bytes], start: int, end: int) -
     names = {catalogue.name(group, chain[end // SIZE - 1]) for group in catalogue.state_groups}
     stretch_tokens = catalogue.stretch_blocks * SIZE
     for group in catalogue.token_groups:
-        seen = range(max(start, group.cache.first_visible(end)) // SIZE, end // SIZE)
+        seen = range(max(start, group.cache.sight.first_visible(end)) // SIZE, end // SIZE)
         for block in seen:
             span_end = min((block * SIZE // stretch_tokens + 1) * stretch_tokens, end)
             names.add(catalogue.name(group, chain[span_end // SIZE - 1]))

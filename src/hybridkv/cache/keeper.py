@@ -75,7 +75,8 @@ class Keeper:
         """Whether blocks alone cannot be resumed from."""
         self.stats = stats
         self.events = events
-        self._windows = [group.window for group in layout.token_groups]
+        self._sights = [group.sight for group in layout.token_groups]
+        self._block_tokens = layout.block_tokens
         self._queue = EvictionQueue(layout, eviction)
         self.history = History(self._queue, layout.block_tokens)
         self._run_operations = run_operations
@@ -156,10 +157,7 @@ class Keeper:
     # --- pages held one by one ----------------------------------------------------------------------------------------
 
     def first_visible_block(self, group: int, position: int) -> int:
-        window = self._windows[group]
-        if window is None:
-            return self.layout.token_groups[group].first_visible(position) // self.layout.block_tokens
-        return (position - window + 1) // self.layout.block_tokens if position >= window else 0
+        return self._sights[group].first_visible(position) // self._block_tokens
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
         """One hold more on each page of blocks [first, last) of the path to `leaf`; returns the pages."""

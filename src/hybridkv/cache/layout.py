@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from hybridkv.errors import PlanError
 from hybridkv.plan import GroupPlan, Plan
-from hybridkv.spec import ChunkedLocal, FullAttention, HiddenTap, LinearState, SlidingWindow
+from hybridkv.sight import EVERYTHING, Sight
+from hybridkv.spec import AttentionLayer, HiddenTap, LinearState
 
 
 class Role(StrEnum):
@@ -33,29 +34,14 @@ class CacheGroup:
     pages_per_slab: int
     page_bytes: int = 1
     pages_per_state: int = 1
-    window: int | None = None
-    chunk: int | None = None
+    sight: Sight = EVERYTHING
+    """What a token sees in this group: less than everything in local groups only."""
     pool: str = ""
     """Groups of one pool share pages: the tapped layers do. Default: a pool of its own."""
 
     @property
     def pool_name(self) -> str:
         return self.pool or self.name
-
-    def first_visible(self, position: int) -> int:
-        """The first token that the token at `position` sees in this group."""
-        if self.window is not None:
-            return max(0, position - self.window + 1)
-        if self.chunk is not None:
-            return position // self.chunk * self.chunk
-        return 0
-
-    def next_slide(self, position: int, block_tokens: int) -> int:
-        """The first position after `position` that may no longer see the first block it sees."""
-        if self.window is not None:
-            return (self.first_visible(position) // block_tokens + 1) * block_tokens + self.window - 1
-        assert self.chunk is not None
-        return (position // self.chunk + 1) * self.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +72,12 @@ class CacheLayout:
             raise PlanError(f"two groups have the same name: {sorted(group.name for group in groups)}")
         if len({(g.pool_name, g.pages_per_slab) for g in groups}) > len({g.pool_name for g in groups}):
             raise PlanError("groups of one pool must have the same number of pages in a slab")
+        for group in groups:
+            if group.sight.is_local != (group.role is Role.LOCAL):
+                raise PlanError(
+                    f"group {group.name!r} of role {group.role} has {group.sight}: "
+                    f"a local group has a window or a chunk, and no other group has"
+                )
         return cls(block_tokens, num_slabs, tuple(tokens), states, kv_bytes_per_token)
 
     @classmethod
@@ -100,13 +92,9 @@ class CacheLayout:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint keeps at most, besides full-attention KV."""
+        """What a checkpoint on a block boundary keeps at most, besides full-attention KV."""
         states = sum(group.page_bytes * group.pages_per_state for group in self.state_groups)
-        local = sum(
-            group.page_bytes * -(-((group.window or group.chunk or 1) - 1) // self.block_tokens)
-            for group in self.token_groups
-            if group.role is Role.LOCAL
-        )
+        local = sum(group.page_bytes * group.sight.checkpoint_blocks(self.block_tokens) for group in self.token_groups)
         return states + local
 
 
@@ -117,12 +105,9 @@ def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
         return [CacheGroup(f"tap{layer}", Role.TAP, per_slab, stride, pool=planned.name) for layer in planned.layers]
     if isinstance(spec, LinearState):
         return [CacheGroup(planned.name, Role.STATE, per_slab, stride, pages_per_state=planned.layout.pages)]
-    if isinstance(spec, SlidingWindow):
-        return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, window=spec.window)]
-    if isinstance(spec, ChunkedLocal):
-        return [CacheGroup(planned.name, Role.LOCAL, per_slab, stride, chunk=spec.chunk)]
-    if isinstance(spec, FullAttention):
-        return [CacheGroup(planned.name, Role.FULL, per_slab, stride)]
+    if isinstance(spec, AttentionLayer):
+        role = Role.LOCAL if spec.sight.is_local else Role.FULL
+        return [CacheGroup(planned.name, role, per_slab, stride, sight=spec.sight)]
     raise PlanError(
         f"group {planned.name!r} has layers of kind {type(spec).__name__}, and the cache does not know what they look "
         f"back on: use one of the kinds of hybridkv.spec"

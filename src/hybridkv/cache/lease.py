@@ -158,7 +158,7 @@ class Lease:
         """The same lists by the group's name."""
         self.local_first: list[int] = []
         """By token group: the first block a local group still holds."""
-        self.slide_at = 0.0
+        self.slide_at = 0
         """The position at which some local group next lets go of a block."""
         self.states: list[State | None] = []
         """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from hybridkv.cache.held import Needs
@@ -13,6 +12,7 @@ from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.policy import Kind
 from hybridkv.cache.resume import Resume, ResumeRule
 from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.sight import NEVER
 
 
 class Leasing:
@@ -24,7 +24,7 @@ class Leasing:
         self.block_tokens = keeper.layout.block_tokens
         self.block_bytes = keeper.index.block_bytes
         self.state_groups = keeper.layout.state_groups
-        self._local_groups = [keeper.layout.token_groups[group] for group in keeper.local]
+        self._local_sights = [keeper.layout.token_groups[group].sight for group in keeper.local]
         self._next_id = 0
 
     def new_lease(self, root_key: bytes, tokens: bytes | bytearray, taps: Sequence[int]) -> Lease:
@@ -100,8 +100,9 @@ class Leasing:
         }
         lease.slide_at = self.next_slide(lease.computed)
 
-    def next_slide(self, position: int) -> float:
-        return min((group.next_slide(position, self.block_tokens) for group in self._local_groups), default=math.inf)
+    def next_slide(self, position: int) -> int:
+        """The first position that some local group has a block less to hold for."""
+        return min((sight.next_slide(position, self.block_tokens) for sight in self._local_sights), default=NEVER)
 
     def _node_ending_at(self, lease: Lease, path: Sequence[Step], block: int) -> Node:
         if block == 0:

@@ -118,12 +118,12 @@ class ResumeRule:
                 hole = _last_hole(path, index, self._first_block(group, block * self.block_tokens), block)
                 if hole != NO_HOLE:
                     # In a window every boundary among the holes lacks one; a chunk may begin there and need none.
-                    block = hole if group.window is None else _start_of_holes(path, index, hole)
+                    block = hole if group.sight.window is None else _start_of_holes(path, index, hole)
                     why, settled = Missing.WINDOW, False
         return block, why
 
     def _first_block(self, group: CacheGroup, position: int) -> int:
-        return group.first_visible(position) // self.block_tokens
+        return group.sight.first_visible_block(position, self.block_tokens)
 
 
 def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:

@@ -49,7 +49,7 @@ def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
 
 def _spare_grid(layout: CacheLayout) -> int:
     """Where there is nothing but windows, checkpoints a window apart keep all its blocks, and any of them will do."""
-    local = [group for group in layout.token_groups if group.role is Role.LOCAL]
-    if layout.state_groups or any(group.window is None for group in local):
+    local = [group.sight for group in layout.token_groups if group.role is Role.LOCAL]
+    if layout.state_groups or any(sight.window is None for sight in local):
         return _SPARE_GRID_TOKENS
-    return max(_SPARE_GRID_TOKENS, min((group.window or 0 for group in local), default=0))
+    return max(_SPARE_GRID_TOKENS, min((sight.window or 0 for sight in local), default=0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.lease import Lease, NoRoom, StepTables
@@ -46,10 +44,4 @@ def longest_fit(layout: CacheLayout, most: int) -> int:
 def _held_pages(group: CacheGroup, num_tokens: int, block_tokens: int) -> int:
     if group.role is Role.STATE:
         return group.pages_per_state
-    blocks = -(-num_tokens // block_tokens)
-    span = group.window or group.chunk
-    if span is None:
-        return blocks
-    # What a token sees may begin inside a block and end inside another: windows begin anywhere, chunks at multiples.
-    worst_start = block_tokens - (gcd(group.chunk, block_tokens) if group.chunk else 1)
-    return min(blocks, (worst_start + span - 1) // block_tokens + 1)
+    return group.sight.held_blocks(num_tokens, block_tokens)

@@ -129,8 +129,7 @@ class Runner:
                 [one.tables.tables[group.name] for one in work],
                 block_tokens=work[0].tables.block_tokens,
                 device=self.device,
-                window=group.window,
-                chunk=group.chunk,
+                sight=group.sight,
             )
             for group in self._groups
         }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridkv.kernels.spans import Span
+from hybridkv.sight import Sight
 
 SHORT_TOKENS = 8
 """Spans up to this long are batched with others of their length."""
@@ -25,20 +26,6 @@ PADDING_SHARE = 4
 """Beyond that, at most one padded token in so many."""
 BUCKET_TOKENS_CPU = 2048
 """Tokens gathered at once for each thread, so that they are still in its cache when they are used."""
-
-
-class Sight(NamedTuple):
-    """What the queries of a group may see."""
-
-    window: int | None = None
-    """A query at p sees the keys (p - window, p]."""
-    chunk: int | None = None
-    """A query at p sees the keys [p // chunk * chunk, p]."""
-
-    def first_visible(self, position: int) -> int:
-        if self.chunk is not None:
-            return position // self.chunk * self.chunk
-        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 class Visible(NamedTuple):
@@ -80,7 +67,7 @@ def cut_tiles(span: Span, sight: Sight, *, on_cpu: bool) -> list[Tile]:
     while start < span.end:
         end = min(span.end, start + num_queries)
         if sight.chunk is not None:
-            end = min(end, (start // sight.chunk + 1) * sight.chunk)
+            end = min(end, sight.next_slide(start, block_tokens=1))
         tiles.append(Tile(start, end, sight.first_visible(start)))
         start = end
     return tiles

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.kernels.cover import Sight, Tile, Visible
+from hybridkv.kernels.cover import Tile, Visible
+from hybridkv.sight import Sight
 
 Ints = NDArray[np.int64]
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Sight, Visible, cut_tiles, fill_buckets, is_square, see
+from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Visible, cut_tiles, fill_buckets, is_square, see
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.table import Bucket, Ints, TiledSpan, TokenTable
+from hybridkv.sight import Sight
 
 __all__ = ["TokenTable", "gather_tokens", "make_token_table", "write_tokens"]
 
@@ -39,11 +40,9 @@ def make_token_table(
     *,
     block_tokens: int,
     device: torch.device,
-    window: int | None = None,
-    chunk: int | None = None,
+    sight: Sight,
 ) -> TokenTable:
     """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen."""
-    sight = Sight(window, chunk)
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
     bucket_tokens = BUCKET_TOKENS_CPU * torch.get_num_threads() if device.type == "cpu" else None

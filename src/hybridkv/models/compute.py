@@ -29,7 +29,8 @@ from hybridkv.models.weights import (
     layer_weights,
     state_elements,
 )
-from hybridkv.spec import ChunkedLocal, LatentAttention, LayerSpec, LinearState, SlidingWindow
+from hybridkv.sight import EVERYTHING, Sight
+from hybridkv.spec import AttentionLayer, LatentAttention, LayerSpec, LinearState
 
 # A state is decayed, written to (a product and a sum) and read from (a product and a sum), and the delta rule reads it
 # once more before it writes. Kernels that work in chunks do more than this, but on matrix units.
@@ -45,17 +46,7 @@ class Attention:
 
     pair_flops: int
     """Of all of them, for one token that looks at one token: score and value."""
-    window: int | None = None
-    chunk: int | None = None
-
-    def pairs(self, num_tokens: int) -> int:
-        """How many tokens the first `num_tokens` of a sequence look at, each itself included."""
-        if self.chunk is not None:
-            chunks, rest = divmod(num_tokens, self.chunk)
-            return chunks * _triangle(self.chunk) + _triangle(rest)
-        if self.window is not None and num_tokens > self.window:
-            return _triangle(self.window) + (num_tokens - self.window) * self.window
-        return _triangle(num_tokens)
+    sight: Sight = EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,9 @@ class Compute:
         if start == end:
             return 0.0
         per_token = 2 * (self.active_parameters - self.head_parameters) + self.state_flops
-        seen = sum(kind.pair_flops * (kind.pairs(end) - kind.pairs(start)) for kind in self.attention)
+        seen = sum(
+            kind.pair_flops * (kind.sight.num_pairs(end) - kind.sight.num_pairs(start)) for kind in self.attention
+        )
         return float((end - start) * per_token + seen + 2 * self.head_parameters)
 
 
@@ -150,19 +143,13 @@ def _state_flops(specs: Sequence[LayerSpec]) -> int:
 
 def _attention(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> tuple[Attention, ...]:
     """The attention of all layers, by how far it looks back."""
-    flops: Counter[tuple[int | None, int | None]] = Counter()
+    flops: Counter[Sight] = Counter()
     for spec in specs:
-        if not isinstance(spec, LinearState):
-            flops[_reach(spec)] += _pair_flops(cfg, spec)
+        if isinstance(spec, AttentionLayer):
+            flops[spec.sight] += _pair_flops(cfg, spec)
     if "shared_kv" in layers.types:
         flops += _readers_of_shared_kv(cfg, layers, specs)
-    return tuple(Attention(count, window, chunk) for (window, chunk), count in flops.items())
-
-
-def _reach(spec: LayerSpec) -> tuple[int | None, int | None]:
-    if isinstance(spec, SlidingWindow):
-        return spec.window, None
-    return None, spec.chunk if isinstance(spec, ChunkedLocal) else None
+    return tuple(Attention(count, sight) for sight, count in flops.items())
 
 
 def _pair_flops(cfg: Config, spec: LayerSpec) -> int:
@@ -172,18 +159,12 @@ def _pair_flops(cfg: Config, spec: LayerSpec) -> int:
     return 4 * heads * spec.parts[0].shape[1]
 
 
-def _readers_of_shared_kv(
-    cfg: Config, layers: Layers, specs: Sequence[LayerSpec]
-) -> Counter[tuple[int | None, int | None]]:
+def _readers_of_shared_kv(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> Counter[Sight]:
     """Layers without KV of their own attend all the same, each as its type says."""
     written = given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention"))
-    flops: Counter[tuple[int | None, int | None]] = Counter()
+    flops: Counter[Sight] = Counter()
     for kind, stated in zip(written, layers.types, strict=True):
         if stated == "shared_kv":
             window = cfg.integer("sliding_window") if kind == "sliding_attention" else None
-            flops[window, None] += _pair_flops(cfg, specs[0])
+            flops[Sight(window)] += _pair_flops(cfg, specs[0])
     return flops
-
-
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2

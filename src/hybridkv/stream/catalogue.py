@@ -105,11 +105,11 @@ class Catalogue:
         """What the object of a token group that ends at `end` holds; it may be nothing."""
         last = -(-end // self.block_tokens)
         first = (last - 1) // self.stretch_blocks * self.stretch_blocks
-        return Stretch(max(first, group.cache.first_visible(end) // self.block_tokens), last)
+        return Stretch(max(first, group.cache.sight.first_visible_block(end, self.block_tokens)), last)
 
     def ends(self, group: StoredGroup, start: int, end: int) -> list[int]:
         """Where the objects end that a request at `start` needs of a token group to resume at `end`."""
-        first = max(start, group.cache.first_visible(end))
+        first = max(start, group.cache.sight.first_visible(end))
         ends = [e for e in self.stretch_ends(first, end) if e < end]
         return [e for e in (*ends, end) if self.stretch(group, e).num_blocks]
 

@@ -254,7 +254,7 @@ def _tasks(store: Store, catalogue: Catalogue, tables: StepTables, keys: Sequenc
     tasks: list[_Task] = []
     start, end, size = tables.loaded.start, tables.start, catalogue.block_tokens
     for group in catalogue.token_groups:
-        table, first_seen = tables.tables[group.name], group.cache.first_visible(end) // size
+        table, first_seen = tables.tables[group.name], group.cache.sight.first_visible_block(end, size)
         for e in catalogue.ends(group, start, end):
             source = _Source(store, catalogue, group, keys[e // size - 1], e)
             stretch = catalogue.stretch(group, e)

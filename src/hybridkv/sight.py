@@ -1,0 +1,101 @@
+"""Which tokens a token sees, and what follows from that: blocks that requests hold and that checkpoints keep.
+
+The one home of this arithmetic, for layer specs, the cache, kernels and stores. It knows positions and blocks, no
+layers and no pages. It is compiled together with the cache core, which asks these questions in its steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import gcd
+from typing import Final
+
+from hybridkv.errors import HybridKVError
+
+NEVER: Final = sys.maxsize
+"""A position that no request reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the token at position p sees, itself included: all of [0, p], unless a window or a chunk says less.
+
+    Block i is the positions [i * block_tokens, (i + 1) * block_tokens).
+    """
+
+    window: int | None = None
+    """It sees (p - window, p]."""
+    chunk: int | None = None
+    """It sees [p // chunk * chunk, p]."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.chunk is not None:
+            raise HybridKVError(f"a window of {self.window} and a chunk of {self.chunk} tokens: pass one of them")
+        if (self.window is not None and self.window < 1) or (self.chunk is not None and self.chunk < 1):
+            raise HybridKVError(f"{self}: a token sees itself, so a window or a chunk has at least 1 token")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether later tokens stop seeing a token some day."""
+        return self.window is not None or self.chunk is not None
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the token at `position` sees. Later tokens see none before it either."""
+        if self.window is not None:
+            return position - self.window + 1 if position >= self.window else 0
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0
+
+    def first_visible_block(self, position: int, block_tokens: int) -> int:
+        return self.first_visible(position) // block_tokens
+
+    def next_slide(self, position: int, block_tokens: int) -> int:
+        """The first position that sees nothing of the first block that `position` sees; NEVER if all see it."""
+        block_end = (self.first_visible(position) // block_tokens + 1) * block_tokens
+        if self.window is not None:
+            return block_end + self.window - 1
+        if self.chunk is not None:
+            return -(-block_end // self.chunk) * self.chunk
+        return NEVER
+
+    def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
+        """The most blocks that a token of a request of `num_tokens` sees.
+
+        For a request shorter than chunk * block_tokens it is a bound: none of its chunks may begin where the bound
+        supposes.
+        """
+        num_blocks = -(-num_tokens // block_tokens)
+        if not self.is_local:
+            return num_blocks
+        # The most are seen from the first token of a block: that block, and what a checkpoint there keeps.
+        return min(num_blocks, self.checkpoint_blocks(block_tokens) + 1)
+
+    def checkpoint_blocks(self, block_tokens: int) -> int:
+        """The most blocks before n that tokens from n on see, n a multiple of `block_tokens`.
+
+        0 where all is seen: full-attention KV is kept for itself, whether there is a checkpoint or not.
+        """
+        span = self.window or self.chunk
+        if span is None:
+            return 0
+        # How far into a block may the visible tokens begin? Windows begin anywhere, chunks at their multiples.
+        latest_start = block_tokens - gcd(self.chunk or 1, block_tokens)
+        return (latest_start + span - 1) // block_tokens
+
+    def num_pairs(self, num_tokens: int) -> int:
+        """How many tokens the first `num_tokens` of a sequence see, added up."""
+        if self.chunk is not None:
+            num_chunks, rest = divmod(num_tokens, self.chunk)
+            return num_chunks * _triangle(self.chunk) + _triangle(rest)
+        if self.window is not None and num_tokens > self.window:
+            return _triangle(self.window) + (num_tokens - self.window) * self.window
+        return _triangle(num_tokens)
+
+
+EVERYTHING: Final = Sight()
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
