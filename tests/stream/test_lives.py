@@ -16,7 +16,7 @@ from hybridkv import SamplingParams
 from hybridkv.store import StoreFault
 from hybridkv.store.guard import Guarded
 from tests.engine.drive import GREEDY, check_greedy, memory_for
-from tests.engine.test_correctness import random_request
+from tests.engine.test_correctness import DEVICES, random_request
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
@@ -76,13 +76,11 @@ def tight_memory(family: str, num_tokens: int) -> int:
     return memory_for(model_of(family), 1, num_tokens, row_layers=1)
 
 
-@pytest.mark.parametrize("what", ["hangs", "is aborted"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("mode", "what"), [("async", "hangs"), ("async", "is aborted"), ("layerwise", "hangs")])
 @pytest.mark.parametrize("family", ONE_OF_EACH)
-def test_a_load_that_goes_wrong_takes_no_room_from_anybody(family: str, mode: str, what: str) -> None:
+def test_a_load_that_goes_wrong_takes_no_room_from_anybody(family: str, mode: str, what: str, device: str) -> None:
     """Memory has room for one request. Its load hangs; it, the next and a long reply get all the room there is."""
-    if mode == "layerwise" and what == "is aborted":
-        pytest.skip("a layerwise load ends with its step: nothing can be aborted in between")
     store = garbage_of(family)
     fault = Fault(Kind.SLOW)
     store.faults.append(fault)
@@ -91,6 +89,7 @@ def test_a_load_that_goes_wrong_takes_no_room_from_anybody(family: str, mode: st
         store,
         mode,
         memory_bytes=tight_memory(family, 140),
+        device=device,
         streamer_options={"load_timeout_s": 0.05 if what == "hangs" else 20.0},
     )
     driver.add("a", SHARED + prompt(9, 2), BRIEF)
@@ -146,14 +145,19 @@ def test_giving_up_waits_for_a_copy_into_pages_and_lets_no_other_begin(monkeypat
     driver.close()
 
 
-def test_bytes_that_come_too_late_reach_nobody() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_that_come_too_late_reach_nobody(device: str) -> None:
     """A read that hangs ends after its request has computed everything: no page that is used by now may change."""
     store = garbage_of("falcon_h1")
     fault = Fault(Kind.SLOW, row=1)
     store.faults.append(fault)
     memory_bytes = memory_for(model_of("falcon_h1"), 4, 140, row_layers=1)
     driver = StreamDriver(
-        model_of("falcon_h1"), store, memory_bytes=memory_bytes, streamer_options={"load_timeout_s": 0.05}
+        model_of("falcon_h1"),
+        store,
+        memory_bytes=memory_bytes,
+        device=device,
+        streamer_options={"load_timeout_s": 0.05},
     )
     driver.add("a", SHARED + prompt(9, 2), BRIEF)
     driver.run()

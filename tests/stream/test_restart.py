@@ -11,6 +11,7 @@ from hybridkv.cache import Role
 from hybridkv.errors import PlanError
 from hybridkv.store.blob_store import BlobStore
 from tests.engine.drive import GREEDY, check_greedy, memory_for
+from tests.engine.test_correctness import DEVICES
 from tests.engine.zoo import FAMILIES, prompt
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
 from tests.stream.faults import check_same, copy_of
@@ -28,10 +29,11 @@ def cached_by(driver: StreamDriver, tokens: list[int] = SHARED, **options: Any) 
     return cached
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_resumes_from_a_store(family: str, mode: str) -> None:
-    assert cached_by(StreamDriver(model_of(family), copy_of(filled(family, STORED)), mode)) == 80
+def test_every_family_resumes_from_a_store(family: str, mode: str, device: str) -> None:
+    assert cached_by(StreamDriver(model_of(family), copy_of(filled(family, STORED)), mode, device=device)) == 80
 
 
 @pytest.mark.parametrize("mode", MODES)
