@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, PinnedPages, PinState, Role
 from hybridkv.cache.index import State
+from hybridkv.cache.keeper import Pinned
+from hybridkv.cache.lease import InFlight
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.tokens import pack_tokens, root_key
 from tests.cache.sim import Sim, Value
@@ -106,6 +108,10 @@ class Fuzz:
         self.pins: list[Pin] = []
         self.pinned: dict[Pin, PinnedPages] = {}
         """Where the pages of pins were when they were first ready."""
+        self.flying_places: dict[int, tuple[InFlight | None, object]] = {}
+        """By lease: its step in flight, and where its pages are."""
+        self.ended: list[list[int]] = []
+        """Requests that left a checkpoint: something to pin."""
         self.texts: list[list[int]] = [[]]
         self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
         self.naive: Naive | None = Naive()
@@ -126,6 +132,7 @@ class Fuzz:
             *[self.pin] * 2,
             self.unpin,
             self.renew,
+            self.compact,
             self.wait,
             *[self.acknowledge] * 3,
             self.spoil,
@@ -143,6 +150,19 @@ class Fuzz:
         self.sim.run_operations()  # pages that were moved have their content only now
         assert not self.sim.reachable_taint()
         self._check_pins()
+        self._check_flying()
+
+    def _check_flying(self) -> None:
+        """Pages of a step in flight are where they were."""
+        places = {}
+        for lease, _ in self.flying:
+            assert lease.step is not None
+            states = [state.pages for state in (*lease.states, *lease.step.old_states) if state is not None]
+            here = ([list(table or ()) for table in lease.tables], states)
+            step, before = self.flying_places.get(lease.id, (None, None))
+            assert step is not lease.step or here == before
+            places[lease.id] = (lease.step, here)
+        self.flying_places = places
 
     def _check_pins(self) -> None:
         """Pages of live pins are where they were, with what they held; pins end when they should."""
@@ -298,7 +318,7 @@ class Fuzz:
     def pin(self) -> None:
         if len(self.cache.pins) >= 3:
             return
-        tokens = self._prompt()
+        tokens = self.chance.choice(self.ended) if self.ended and not self.chance.one_in(4) else self._prompt()
         limit = self.chance.integer(0, len(tokens)) if self.chance.one_in(3) else len(tokens)
         taps = [tap for tap in self.taps if self.chance.one_in(4)]
         expected = self.sim.brute_force_resume(pack_tokens([*tokens[:limit], 0]), root_key(""), taps)
@@ -318,6 +338,10 @@ class Fuzz:
             pin, ttl = self.chance.choice(live), self.chance.integer(1, 5)
             self.cache.renew(pin, ttl)
             assert pin.expires_at == self.now + ttl
+
+    def compact(self) -> None:
+        keeper = self.cache._keeper
+        keeper.compact({}, Pinned(keeper.in_flight, keeper.transfers))
 
     def wait(self) -> None:
         self.now += 1
@@ -372,6 +396,7 @@ class Fuzz:
         for lease, _ in self.flying:
             self.cache.commit(lease, failed=lease.id in self.num_good)
             self.cache.abort(lease)
+        self.flying = []
         for lease in self.idle:
             self.cache.release(lease, keep=self.chance.one_in(2))
         self.check()
@@ -407,6 +432,8 @@ class Fuzz:
         usable = keep and position and not lease.leaf.dead
         self.idle.remove(lease)
         self.cache.release(lease, keep=keep)
+        if usable and key == root_key(""):
+            self.ended = [*self.ended[-5:], list(array("i", tokens))]
         if usable and self.naive is not None:
             self.naive.ended(key, tokens, position)
         if usable and position < len(tokens) // 4 and not lease.taps:

@@ -418,4 +418,4 @@ class Cache:
 
 def _check_ttl(ttl_seconds: float) -> None:
     if not ttl_seconds > 0:
-        raise CacheError(f"a pin cannot last {ttl_seconds} s: give it more than 0; unpin ends it")
+        raise CacheError(f"a pin cannot last {ttl_seconds:g} s: give it more than 0; unpin ends it")

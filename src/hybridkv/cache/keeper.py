@@ -26,7 +26,7 @@ from hybridkv.cache.stats import CacheStats, Events
 _EVICT_AHEAD = 8
 
 
-class _Pinned:
+class Pinned:
     """The slabs of steps in flight and of transfers, found when first asked for."""
 
     def __init__(self, in_flight: dict[int, Lease], transfers: dict[int, set[Slab]]) -> None:
@@ -95,21 +95,27 @@ class Keeper:
         self.run_operations()  # slabs that were emptied may wait for it
         if not self.arena.fits(needs) and self._is_in_vain(needs):
             return self._no_room(set())
-        pinned, num_evicted = _Pinned(self.in_flight, self.transfers), 0
+        pinned, num_evicted = Pinned(self.in_flight, self.transfers), 0
         while not self.arena.fits(needs):
-            if self.arena.compact(needs, pinned.is_pinned, self.pages_moved):
-                self.stats.compactions += 1
-                self.stats.pages_moved = self.arena.num_moves
-                self.run_operations()
-            elif num_evicted == most_evictions or not self._evict_least(needs):
+            if self.compact(needs, pinned):
+                continue
+            if num_evicted == most_evictions or not self._evict_least(needs):
                 return self._no_room(pinned.refused)
-            else:
-                num_evicted += 1
+            num_evicted += 1
         # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
         for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32)):
             if not self._evict_least(needs):
                 break
         return None
+
+    def compact(self, needs: Needs, pinned: Pinned) -> bool:
+        """Empty a slab by moving its pages, if one can be emptied."""
+        if not self.arena.compact(needs, pinned.is_pinned, self.pages_moved):
+            return False
+        self.stats.compactions += 1
+        self.stats.pages_moved = self.arena.num_moves
+        self.run_operations()
+        return True
 
     def _is_in_vain(self, needs: Needs) -> bool:
         """Whether there would be no room even without anything that can be evicted."""
