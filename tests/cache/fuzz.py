@@ -154,7 +154,7 @@ class Fuzz:
 
     def _check_flying(self) -> None:
         """Pages of a step in flight are where they were."""
-        places = {}
+        places: dict[int, tuple[InFlight | None, object]] = {}
         for lease, _ in self.flying:
             assert lease.step is not None
             states = [state.pages for state in (*lease.states, *lease.step.old_states) if state is not None]
