@@ -5,13 +5,16 @@ One engine drives it with two sources of chance: hypothesis (which shrinks) and 
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, Role
+from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, PinnedPages, PinState, Role
 from hybridkv.cache.index import State
+from hybridkv.cache.keeper import Pinned
+from hybridkv.cache.lease import InFlight
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.sight import Sight
@@ -106,6 +109,12 @@ class Fuzz:
         self.num_good: dict[int, int] = {}
         """Of leases whose load has gone wrong: how many tokens of it are right."""
         self.pins: list[Pin] = []
+        self.pinned: dict[Pin, PinnedPages] = {}
+        """Where the pages of pins were when they were first ready."""
+        self.flying_places: dict[int, tuple[InFlight | None, object]] = {}
+        """By lease: its step in flight, and where its pages are."""
+        self.ended: list[list[int]] = []
+        """Requests that left a checkpoint: something to pin."""
         self.texts: list[list[int]] = [[]]
         self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
         self.naive: Naive | None = Naive()
@@ -123,7 +132,10 @@ class Fuzz:
             self.abort,
             self.fork,
             self.rollback,
-            self.pin,
+            *[self.pin] * 2,
+            self.unpin,
+            self.renew,
+            self.compact,
             self.wait,
             *[self.acknowledge] * 3,
             self.spoil,
@@ -140,6 +152,32 @@ class Fuzz:
         self.cache.check_integrity()
         self.sim.run_operations()  # pages that were moved have their content only now
         assert not self.sim.reachable_taint()
+        self._check_pins()
+        self._check_flying()
+
+    def _check_flying(self) -> None:
+        """Pages of a step in flight are where they were."""
+        places: dict[int, tuple[InFlight | None, object]] = {}
+        for lease, _ in self.flying:
+            assert lease.step is not None
+            states = [state.pages for state in (*lease.states, *lease.step.old_states) if state is not None]
+            here = ([list(table or ()) for table in lease.tables], states)
+            step, before = self.flying_places.get(lease.id, (None, None))
+            assert step is not lease.step or here == before
+            places[lease.id] = (lease.step, here)
+        self.flying_places = places
+
+    def _check_pins(self) -> None:
+        """Pages of live pins are where they were, with what they held; pins end when they should."""
+        self.pins = [pin for pin in self.pins if pin.ended is None]
+        assert set(self.pins) >= set(self.cache.pins), "a pin that was made by nobody"
+        self.pins = [pin for pin in self.pins if pin.ended is None]
+        for pin in self.pins:
+            assert pin.expires_at > self.now
+            assert pin.state is PinState.READY or self.sim.unacknowledged
+            if pin.state is PinState.READY:
+                assert pin.pages == self.pinned.setdefault(pin, copy.deepcopy(pin.pages))
+                self.sim.check_pinned(pin)
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
@@ -149,7 +187,7 @@ class Fuzz:
         tokens = self._prompt()
         salt = self.chance.choice(["", "", "", "x"])
         taps = [tap for tap in self.taps if self.chance.one_in(3)]
-        self.cache._expire_pins()  # as begin will: what only a pin held is gone then
+        assert len(self.cache.pins) <= len(self.pins)  # expires pins, as begin will: what only they held is gone then
         match = self.cache.match(tokens, salt=salt, taps=taps)
         expected = self.sim.brute_force_resume(pack_tokens(tokens), root_key(salt), taps)
         assert match.num_tokens == expected
@@ -281,10 +319,32 @@ class Fuzz:
             assert self.cache.rollback(lease, limit) <= limit
 
     def pin(self) -> None:
-        if self.pins and self.chance.one_in(2):
-            self.cache.unpin(self.pins.pop())
-        elif len(self.pins) < 2:
-            self.pins.append(self.cache.pin(self._prompt(), self.chance.integer(1, 5)))
+        if len(self.cache.pins) >= 3:
+            return
+        tokens = self.chance.choice(self.ended) if self.ended and not self.chance.one_in(4) else self._prompt()
+        limit = self.chance.integer(0, len(tokens)) if self.chance.one_in(3) else len(tokens)
+        taps = [tap for tap in self.taps if self.chance.one_in(4)]
+        expected = self.sim.brute_force_resume(pack_tokens([*tokens[:limit], 0]), root_key(""), taps)
+        pin = self.cache.pin(tokens, self.chance.integer(1, 5), limit=limit, taps=taps)
+        assert pin.num_tokens == expected
+        self.pins.append(pin)
+        self.counts["pinned"] = self.counts.get("pinned", 0) + bool(expected)
+
+    def unpin(self) -> None:
+        if self.pins:
+            pin = self.chance.choice(self.pins)
+            self.cache.unpin(pin)
+            assert pin.ended is not None
+
+    def renew(self) -> None:
+        if live := self.cache.pins:
+            pin, ttl = self.chance.choice(live), self.chance.integer(1, 5)
+            self.cache.renew(pin, ttl)
+            assert pin.expires_at == self.now + ttl
+
+    def compact(self) -> None:
+        keeper = self.cache._keeper
+        keeper.compact({}, Pinned(keeper.in_flight, keeper.transfers))
 
     def wait(self) -> None:
         self.now += 1
@@ -339,10 +399,14 @@ class Fuzz:
         for lease, _ in self.flying:
             self.cache.commit(lease, failed=lease.id in self.num_good)
             self.cache.abort(lease)
+        self.flying = []
         for lease in self.idle:
             self.cache.release(lease, keep=self.chance.one_in(2))
         self.check()
         self.cache.reset()
+        self.check()
+        for pin in self.cache.pins:
+            self.cache.unpin(pin)
         self.sim.acknowledge_all()
         self.check()
         assert not self.cache.leases
@@ -371,6 +435,8 @@ class Fuzz:
         usable = keep and position and not lease.leaf.dead
         self.idle.remove(lease)
         self.cache.release(lease, keep=keep)
+        if usable and key == root_key(""):
+            self.ended = [*self.ended[-5:], list(array("i", tokens))]
         if usable and self.naive is not None:
             self.naive.ended(key, tokens, position)
         if usable and position < len(tokens) // 4 and not lease.taps:

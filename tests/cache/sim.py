@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from hybridkv.cache import NULL_PAGE, Cache, CacheLayout, CopyPage, Lease, NoRoom, Operation, Role, StepTables, ZeroPage
+from hybridkv.cache import (
+    NULL_PAGE,
+    Cache,
+    CacheLayout,
+    CopyPage,
+    Lease,
+    NoRoom,
+    Operation,
+    Pin,
+    Role,
+    StepTables,
+    ZeroPage,
+)
 from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.tokens import TOKEN_BYTES
 
@@ -143,7 +155,7 @@ class Sim:
         """Read what the step's tokens see, check it, and write what they leave."""
         tainted = False
         for name, table in step.tables.items():
-            tainted |= self._read_tokens(lease, step, name, table)
+            tainted |= self._read_tokens(lease, step.start, name, table)
         for name, segments in step.segments.items():
             assert segments[0].start == step.start
             assert segments[-1].end == step.end
@@ -161,10 +173,24 @@ class Sim:
                     assert page >= self.groups[name].pages_per_slab, "a write into the null slab"
                     self.memory.page(self.groups[name].pool_name, page)[0] = value
 
-    def _read_tokens(self, lease: Lease, step: StepTables, name: str, table: Sequence[int]) -> bool:
-        group, size, tainted = self.groups[name], step.block_tokens, False
-        first = 0 if group.role is Role.TAP else group.sight.first_visible(step.start)
-        for position in range(first, step.start):
+    def check_pinned(self, pin: Pin) -> None:
+        """Through the pin's pages alone, read all that who resumes at its end would read."""
+        tables, states = pin.pages
+        size, end = self.layout.block_tokens, pin.num_tokens
+        for name, table in tables.items():
+            assert len(table) == -(-end // size)
+            assert not self._read_tokens(pin.lease, end, name, table)
+            unseen = self.groups[name].sight.first_visible_block(end, size)
+            assert set(table[:unseen]) <= {NULL_PAGE}, "a page that nobody needs"
+        assert states.keys() == {group.name for group in self.layout.state_groups}
+        for name, pages in states.items():
+            assert not self._read_state(pin.lease, name, end, pages)
+
+    def _read_tokens(self, lease: Lease, end: int, name: str, table: Sequence[int]) -> bool:
+        """Read what the token at `end` sees before it; whether any of it is tainted."""
+        group, size, tainted = self.groups[name], self.layout.block_tokens, False
+        first = 0 if group.role is Role.TAP else group.sight.first_visible(end)
+        for position in range(first, end):
             page = table[position // size]
             assert page != NULL_PAGE
             value = self.memory.page(group.pool_name, page).get(position % size)

@@ -269,26 +269,11 @@ def test_fork_shares_all_but_the_block_begun(mix: list[CacheGroup]) -> None:
         cache.cache.check_integrity()
 
 
-def test_pins_hold_a_prefix_until_their_time() -> None:
-    now = [0.0]
-    cache = sim(FULL, STATE, window(24), num_slabs=30, clock=lambda: now[0], policy="lru")
-    cache.serve(tokens(100))
-    pin = cache.cache.pin(tokens(96), 10)
-    assert pin.num_tokens == 96
-    for seed in range(1, 20):
-        cache.serve(tokens(150, seed))
-    assert cache.serve(tokens(100)) == 96
-    now[0] = 11
-    for seed in range(20, 40):
-        cache.serve(tokens(150, seed))
-    assert cache.serve(tokens(100)) == 0
-
-
 def test_reset_begins_a_new_epoch() -> None:
     cache = sim(FULL, STATE, window(24))
     cache.serve(tokens(100))
     running = cache.prompt(tokens(60, 1))
-    cache.cache.pin(tokens(96), 100)
+    pin = cache.cache.pin(tokens(96), 100)
     cache.cache.reset()
     cache.cache.check_integrity()
     assert cache.cache.match(tokens(100)).num_tokens == 0
@@ -297,6 +282,7 @@ def test_reset_begins_a_new_epoch() -> None:
     cache.cache.release(running)
     cache.cache.check_integrity()
     assert cache.cache.match(tokens(60, 1)).num_tokens == 0
+    cache.cache.unpin(pin)
     assert set(cache.cache.pages_in_use().values()) == {0}
 
 
@@ -555,13 +541,6 @@ def test_arrays_and_lists_of_tokens_are_the_same() -> None:
     assert cache.cache.match(np.array(tokens(100), dtype=np.int32)).num_tokens == 96
 
 
-def test_a_pinned_prefix_leads_nobody() -> None:
-    cache = sim(FULL, STATE)
-    cache.serve(tokens(100))
-    cache.cache.pin(tokens(200), 100)
-    assert cache.cache.match(tokens(200)).leader is None
-
-
 def test_an_aborted_leader_leads_nobody_even_in_flight() -> None:
     cache = sim(FULL, STATE)
     leader = cache.cache.begin(tokens(200))
@@ -691,33 +670,6 @@ def test_checkpoints_are_kept_again_after_a_rollback() -> None:
     assert cache.compute(lease)
     cache.cache.release(lease)
     assert cache.serve(tokens(100)) == 96
-
-
-def test_a_pin_that_lost_its_prefix_leads_nobody_and_says_so() -> None:
-    cache = sim(FULL, STATE)
-    cache.serve(tokens(100), breakpoints=[32])
-    pin = cache.cache.pin(tokens(100), 60)
-    table = pin.lease.tables[0]
-    assert table is not None
-    assert pin.num_tokens == 100
-    cache.cache.invalidate({"full": [table[4]]})
-    assert pin.num_tokens == 32
-    assert cache.cache.match(tokens(100)).leader is None
-    cache.cache.check_integrity()
-    while cache.cache._keeper._evict_least({}):
-        pass
-    assert cache.cache.match(tokens(100)).num_tokens == 32
-
-
-def test_expired_pins_make_room() -> None:
-    now = [0.0]
-    cache = sim(FULL, STATE, num_slabs=4, clock=lambda: now[0])
-    cache.serve(tokens(33))
-    cache.cache.pin(tokens(33), 5)
-    lease = cache.cache.begin(tokens(120, 1))
-    assert cache.extend(lease, 100) is None
-    now[0] = 6
-    assert cache.extend(lease, 100) is not None
 
 
 def test_tables_are_the_callers_to_keep() -> None:

@@ -1,11 +1,12 @@
 """The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled when it is installed."""
 
 from hybridkv.cache import cache
-from hybridkv.cache.cache import Cache, CacheError, Pin
+from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
-from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
+from hybridkv.cache.lease import CacheError, Lease, Match, NoRoom, Segment, StepTables
 from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.pins import Pin, PinnedPages, PinState
 from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
 from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.room import could_fit, extend_some, longest_fit
@@ -36,6 +37,8 @@ __all__ = [
     "Operation",
     "OperationBatch",
     "Pin",
+    "PinState",
+    "PinnedPages",
     "PromptFacts",
     "Rating",
     "Role",

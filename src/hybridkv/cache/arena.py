@@ -21,10 +21,15 @@ from hybridkv.cache.pools import Pool, Slab
 
 _PageKey = tuple[str, int]
 
+Moved = Callable[[Slab, dict[int, int]], None]
+"""Is told where pages of a slab went, and tells their holders."""
+
 
 class _Pending(NamedTuple):
     """An operation, and the pages that wait for it to be done."""
 
+    number: int
+    """Operations are numbered as they are asked for."""
     operation: Operation
     busy: tuple[_PageKey, ...]
 
@@ -39,6 +44,8 @@ class Arena:
         self._never_used = list(range(num_slabs - 1, 0, -1))
         self.num_moves = 0
         self.num_compactions = 0
+        self.num_asked = 0
+        """Operations asked for since the start."""
         self._pending: list[_Pending] = []
         self._batches: dict[int, list[_Pending]] = {}
         self._next_batch = 0
@@ -49,7 +56,7 @@ class Arena:
 
     def fits(self, needs: dict[Pool, int]) -> bool:
         """Whether that many pages of each pool are there without evicting or moving anything."""
-        return self._fits(needs) or (self._file_returned() and self._fits(needs))
+        return self._fits(needs) or (self.file_returned() and self._fits(needs))
 
     def _fits(self, needs: dict[Pool, int]) -> bool:
         slabs = 0
@@ -89,26 +96,37 @@ class Arena:
         pages += taken
         return len(taken)
 
+    def take_in(self, pool: Pool, slab: Slab | None, most: int, pages: Pages, slabs: set[Slab]) -> int:
+        """Add up to `most` free pages of one slab to `pages`; None: of a slab that no pool has. Returns how many."""
+        if slab is None:
+            slab = self._give_slab(pool)
+        elif not slab.free:
+            return 0
+        pool.by_free[slab.free_class].pop(slab, None)
+        taken = self._take_from(slab, most, pages, slabs)
+        pool.num_free -= taken
+        return taken
+
     def give_back(self, pool: Pool, pages: Sequence[int]) -> None:
         """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
         pool.returned.extend(self._keep_busy_back(pool, pages) if self._busy else pages)
 
     def pages_in_use(self) -> dict[str, int]:
         """By pool: pages that are held or wait for an operation."""
-        self._file_returned()
+        self.file_returned()
         return {name: len(p.slabs) * p.pages_per_slab - p.num_free for name, p in self.pools.items()}
 
     def slabs_in_use(self) -> dict[str, int]:
-        self._file_returned()
+        self.file_returned()
         return {name: len(pool.slabs) for name, pool in self.pools.items()}
 
     @property
     def free_slabs(self) -> list[int]:
         """Slabs that no pool has."""
-        self._file_returned()
+        self.file_returned()
         return [*self._never_used, *(slab.index for pool in self.pools.values() for slab in pool.spare)]
 
-    def _file_returned(self) -> bool:
+    def file_returned(self) -> bool:
         """File what was given back under its slabs; whether there was anything."""
         pools = [pool for pool in self.pools.values() if pool.returned]
         for pool in pools:
@@ -143,7 +161,7 @@ class Arena:
             index = self._never_used.pop()
         else:
             index = max(self.pools.values(), key=lambda other: len(other.spare)).spare.pop().index
-            self._pending.append(_Pending(ZeroSlab(pool.name, index), ()))
+            self._ask(ZeroSlab(pool.name, index), ())
         return index
 
     def _take_slab(self, slab: Slab) -> None:
@@ -165,14 +183,18 @@ class Arena:
     def copy(self, pool: Pool, src: int, dst: int, also_busy: Sequence[int] = ()) -> None:
         """Have `src` copied onto `dst` before the next step."""
         busy = tuple((pool.name, page) for page in (src, dst, *also_busy))
-        self._pending.append(_Pending(CopyPage(pool.name, src, dst), busy))
+        self._ask(CopyPage(pool.name, src, dst), busy)
         self._busy.update(busy)
 
     def clear(self, pool: Pool, page: int) -> None:
         """Have a page that may hold anything cleared before the next step."""
         if page // pool.pages_per_slab in pool.slabs:
-            self._pending.append(_Pending(ZeroPage(pool.name, page), ((pool.name, page),)))
+            self._ask(ZeroPage(pool.name, page), ((pool.name, page),))
             self._busy[pool.name, page] += 1
+
+    def _ask(self, operation: Operation, busy: tuple[_PageKey, ...]) -> None:
+        self.num_asked += 1
+        self._pending.append(_Pending(self.num_asked, operation, busy))
 
     def take_operations(self) -> OperationBatch | None:
         """What the memory layer must do, in this order, before it runs the next step; None if there is nothing."""
@@ -195,6 +217,11 @@ class Arena:
         for pending in self._batches.pop(batch_id):
             for name, page in pending.busy:
                 self._no_longer_busy(self.pools[name], page)
+
+    def is_done(self, number: int) -> bool:
+        """Whether the first `number` operations that were asked for are all acknowledged."""
+        waiting = [*self._batches.values(), self._pending]
+        return all(not batch or batch[0].number > number for batch in waiting)
 
     @property
     def has_limbo(self) -> bool:
@@ -223,15 +250,12 @@ class Arena:
 
     # --- compaction ---------------------------------------------------------------------------------------------------
 
-    def compact(
-        self, needs: dict[Pool, int], is_pinned: Callable[[Slab], bool], moved: Callable[[Slab, dict[int, int]], None]
-    ) -> bool:
+    def compact(self, needs: dict[Pool, int], is_pinned: Callable[[Slab], bool], moved: Moved) -> bool:
         """Empty one slab into holes of its pool's other slabs, beyond what `needs` will fill; False if none can be.
 
-        The slab goes back when the moves are acknowledged. `moved` is told where the slab's pages went, and tells its
-        holders.
+        The slab goes back when the moves are acknowledged.
         """
-        self._file_returned()
+        self.file_returned()
         for pool in self.pools.values():
             slab = self._slab_to_empty(pool, needs.get(pool, 0), is_pinned)
             if slab is None:
@@ -242,21 +266,30 @@ class Arena:
             slab.free, slab.free_class = make_pages(), 0
             target_slabs: set[Slab] = set()
             mapping = dict(zip(pages, self.take(pool, len(pages), target_slabs), strict=True))
-            for src, dst in mapping.items():
-                # The holes wait for the last move too, so that the slab goes back in one piece.
-                self.copy(pool, src, dst, also_busy=holes if src == pages[-1] else ())
-                if pool.holds:
-                    pool.holds[dst], pool.holds[src] = pool.holds[src], 0
-            slab.holders = {holder: None for holder in slab.holders if slab in holder.slabs}
-            for holder in slab.holders:
-                for target in target_slabs:
-                    target.add_holder(holder)
-            moved(slab, mapping)
+            self.move(slab, mapping, target_slabs, moved, holes)
             self.num_compactions += 1
-            self.num_moves += len(pages)
-            self.give_back(pool, pages + holes)  # all in limbo until the moves are acknowledged
             return True
         return False
+
+    def move(
+        self, slab: Slab, mapping: dict[int, int], targets: set[Slab], moved: Moved, holes: Sequence[int] = ()
+    ) -> None:
+        """Move pages of a slab to pages that were taken in `targets`.
+
+        `holes`: free pages of the slab that wait for the last move too, so that the slab goes back in one piece.
+        """
+        pool, last = slab.pool, next(reversed(mapping))
+        for src, dst in mapping.items():
+            self.copy(pool, src, dst, also_busy=holes if src == last else ())
+            if pool.holds:
+                pool.holds[dst], pool.holds[src] = pool.holds[src], 0
+        slab.holders = {holder: None for holder in slab.holders if slab in holder.slabs}
+        for holder in slab.holders:
+            for target in targets:
+                target.add_holder(holder)
+        moved(slab, mapping)
+        self.num_moves += len(mapping)
+        self.give_back(pool, [*mapping, *holes])  # all in limbo until the moves are acknowledged
 
     def _slab_to_empty(self, pool: Pool, needed: int, is_pinned: Callable[[Slab], bool]) -> Slab | None:
         if pool.num_free - needed < pool.pages_per_slab:

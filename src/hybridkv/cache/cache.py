@@ -20,10 +20,11 @@ from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.leaders import find_leader, find_rebuilder
-from hybridkv.cache.lease import InFlight, Lease, Match, NoRoom, StepTables
+from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, NoRoom, StepTables
 from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.pins import Pin, Pins, PinState
 from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
@@ -31,26 +32,6 @@ from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
-from hybridkv.errors import HybridKVError
-
-
-class CacheError(HybridKVError):
-    """A verb was used on a lease that does not allow it now."""
-
-
-class Pin:
-    """A prefix that must stay until a time."""
-
-    __slots__ = ("expires_at", "lease")
-
-    def __init__(self, lease: Lease, expires_at: float) -> None:
-        self.lease = lease
-        self.expires_at = expires_at
-
-    @property
-    def num_tokens(self) -> int:
-        """How much of the prefix is kept; less after some of it turned out invalid."""
-        return self.lease.computed
 
 
 class Cache:
@@ -81,8 +62,7 @@ class Cache:
         self._leasing = Leasing(self._keeper)
         self._sending = Sending(self._leasing)
         self._steps = Steps(self._leasing)
-        self._pins: list[Pin] = []
-        self._clock = clock
+        self._pins = Pins(self._leasing, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
@@ -124,7 +104,8 @@ class Cache:
         packed = pack_tokens(tokens)
         if not packed:
             raise CacheError("a request needs at least one token")
-        self._expire_pins()
+        if self._pins.live:
+            self._pins.expire()
         lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
         self._leasing.attach(lease, path, resume)
@@ -144,8 +125,8 @@ class Cache:
         the step as failed. Up to all of them. Local groups get pages only for what is seen from there on.
         """
         self._check_idle(lease)
-        if self._pins:
-            self._expire_pins()
+        if self._pins.live:
+            self._pins.expire()
         if num_loaded:
             self._check_load(lease, num_loaded, num_tokens, len(drafts))
         num_known = lease.num_tokens
@@ -233,6 +214,8 @@ class Cache:
     def fork(self, lease: Lease, count: int) -> list[Lease] | NoRoom:
         """`count` more leases at the same place: a block begun is copied, everything else is shared."""
         self._check_idle(lease)
+        if self._pins.live:
+            self._pins.expire()
         no_room = self._keeper.make_room(self._leasing.fork_needs(lease, count))
         if no_room is not None:
             self.stats.no_room += 1
@@ -257,7 +240,7 @@ class Cache:
 
         Everything derived from them leaves the index, and every lease that uses them goes back to the largest position
         at or before its first invalid one. Returns the new positions of those leases by id; a lease with a step in
-        flight goes back when that is committed, whatever it says.
+        flight goes back when that is committed, whatever it says. Pins of invalid pages break.
         """
         bad = {name: {page for page in numbers if page > NULL_PAGE} for name, numbers in pages.items()}
         for name in bad:
@@ -282,6 +265,8 @@ class Cache:
                 lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
             elif position >= lease.computed:
                 self._leasing.trim(lease)
+            elif lease.is_pin:
+                self._pins.break_off(lease)
             else:
                 self._leasing.reattach(lease, position)
                 moved[lease.id] = lease.computed
@@ -289,10 +274,8 @@ class Cache:
         return moved
 
     def reset(self) -> None:
-        """A new epoch (new weights): nothing of the old one is found. Running leases keep what they hold."""
+        """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
         self.epoch += 1
-        for pin in list(self._pins):
-            self.unpin(pin)
         self._keeper.history.ghosts.clear()
         roots = list(self._keeper.index.roots.values())
         self._keeper.index.roots.clear()
@@ -301,22 +284,57 @@ class Cache:
 
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
-    def pin(self, tokens: TokenIds, ttl_seconds: float, *, salt: str = "", extra_keys: Sequence[str] = ()) -> Pin:
-        """Keep what the index has of a prefix for some time; `num_tokens` of the result says how much that is."""
+    def pin(
+        self,
+        tokens: TokenIds,
+        ttl_seconds: float,
+        *,
+        limit: int | None = None,
+        salt: str = "",
+        extra_keys: Sequence[str] = (),
+        taps: Sequence[str] = (),
+    ) -> Pin:
+        """Pin the pages of a prefix for a transfer: they are neither evicted nor moved until it is unpinned or expires.
+
+        `num_tokens` of the result says how much is pinned: the largest n, at most `limit`, that every group can supply;
+        0 if there is none. `pages` of the result has the pages to read once `state` says that they are ready: the pages
+        are moved together first, and these copies must be acknowledged. A prefix that lacks the room for that is pinned
+        where it is. Always succeeds.
+        """
+        _check_ttl(ttl_seconds)
+        if limit is not None and limit < 0:
+            raise CacheError(f"cannot pin the first {limit} tokens: give a limit of at least 0")
         packed = pack_tokens(tokens)
-        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, ())
+        self._pins.expire()
+        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         lease.is_pin = True
-        path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens, ())
+        most = lease.prompt_tokens if limit is None else min(limit, lease.prompt_tokens)
+        path, resume = self._leasing.find(lease.root_key, packed, most, lease.taps)
         self._leasing.attach(lease, path, resume)
-        pin = Pin(lease, self._clock() + ttl_seconds)
-        self._pins.append(pin)
-        return pin
+        return self._pins.add(lease, ttl_seconds)
+
+    def renew(self, pin: Pin, ttl_seconds: float) -> None:
+        """Let a pin expire that long from now, sooner or later than it would have. It must not have ended."""
+        _check_ttl(ttl_seconds)
+        self._pins.expire()
+        if pin.ended is not None:
+            raise CacheError(f"cannot renew a pin that is {pin.ended}: pin the prefix again")
+        self._pins.renew(pin, ttl_seconds)
 
     def unpin(self, pin: Pin) -> None:
-        """Let a pinned prefix go before its time."""
-        if pin in self._pins:
-            self._pins.remove(pin)
-            self._leasing.detach(pin.lease)
+        """Its pages are ordinary again. Does nothing if the pin has ended."""
+        self._pins.end(pin, PinState.UNPINNED)
+
+    @property
+    def pins(self) -> Sequence[Pin]:
+        """Those that have not ended."""
+        self._pins.expire()
+        return tuple(self._pins.live.values())
+
+    def pinned_slabs(self) -> int:
+        """Slabs that pins keep in place."""
+        self._pins.expire()
+        return len(self._keeper.transfer_slabs())
 
     def take_operations(self) -> OperationBatch | None:
         """Copies and zeroing to run, in order, before the next step; None if there are none."""
@@ -334,7 +352,7 @@ class Cache:
 
     @property
     def leases(self) -> Sequence[Lease]:
-        """Running requests, and pinned prefixes."""
+        """Running requests, and the leases of pins."""
         return tuple(self._keeper.leases.values())
 
     def pages_in_use(self) -> dict[str, int]:
@@ -346,7 +364,7 @@ class Cache:
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises AssertionError where the books are wrong."""
-        check_integrity(self._keeper)
+        check_integrity(self._keeper, self._pins)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -397,8 +415,7 @@ class Cache:
             self._events.hit(resume.position)
             self._events.missed(missed, resume.missing)
 
-    def _expire_pins(self) -> None:
-        if self._pins:
-            now = self._clock()
-            for pin in [pin for pin in self._pins if pin.expires_at <= now]:
-                self.unpin(pin)
+
+def _check_ttl(ttl_seconds: float) -> None:
+    if not ttl_seconds > 0:
+        raise CacheError(f"a pin cannot last {ttl_seconds:g} s: give it more than 0; unpin ends it")

@@ -8,11 +8,20 @@ from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.pages import NULL_PAGE, make_pages
+from hybridkv.cache.pins import Pins
 
 
-def check_integrity(keeper: Keeper) -> None:
-    """Every page is free, waiting or held, by as many as we think; all groups of a lease stand at the same depth."""
+def check_integrity(keeper: Keeper, pins: Pins) -> None:
+    """Every page is free, waiting or held, by as many as we think; all groups of a lease stand at the same depth.
+
+    Pins have the pages they began with.
+    """
     _Recount(keeper).check()
+    assert pins.live.keys() == keeper.transfers.keys()
+    assert pins.live.keys() == {lease.id for lease in keeper.leases.values() if lease.is_pin}
+    for pin in pins.live.values():
+        pin.check_integrity()
+        assert keeper.transfers[pin.lease.id] == pins.slabs_of(pin.lease)
 
 
 class _Recount:

@@ -26,18 +26,20 @@ from hybridkv.cache.stats import CacheStats, Events
 _EVICT_AHEAD = 8
 
 
-class _Pins:
-    """The slabs of steps in flight, found when first asked for."""
+class Pinned:
+    """The slabs of steps in flight and of transfers, found when first asked for."""
 
-    def __init__(self, in_flight: dict[int, Lease]) -> None:
+    def __init__(self, in_flight: dict[int, Lease], transfers: dict[int, set[Slab]]) -> None:
         self.refused: set[Slab] = set()
         """Slabs that could have been emptied otherwise."""
         self._in_flight = in_flight
+        self._transfers = transfers
         self._slabs: set[Slab] | None = None
 
     def is_pinned(self, slab: Slab) -> bool:
         if self._slabs is None:
             self._slabs = set()
+            self._slabs.update(*self._transfers.values())
             for lease in self._in_flight.values():
                 self._slabs.update(lease.slabs, *(node.slabs for node in lease.leaf.path()))
         if slab in self._slabs:
@@ -71,6 +73,8 @@ class Keeper:
         self._groups = held.Groups(self.full, self.local, self.taps, self.token_pools, self.state_pools)
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[int, Lease] = {}
+        self.transfers: dict[int, set[Slab]] = {}
+        """By the id of a pin's lease: the slabs that its pages are in."""
         self.needs_checkpoints = bool(layout.state_groups or self.local)
         """Whether blocks alone cannot be resumed from."""
         self.stats = stats
@@ -91,22 +95,28 @@ class Keeper:
             return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
         self.run_operations()  # slabs that were emptied may wait for it
         if not self.arena.fits(needs) and self._is_in_vain(needs):
-            return self._no_room(0)
-        pins, num_evicted = _Pins(self.in_flight), 0
+            return self._no_room(set())
+        pinned, num_evicted = Pinned(self.in_flight, self.transfers), 0
         while not self.arena.fits(needs):
-            if self.arena.compact(needs, pins.is_pinned, self._pages_moved):
-                self.stats.compactions += 1
-                self.stats.pages_moved = self.arena.num_moves
-                self.run_operations()
-            elif num_evicted == most_evictions or not self._evict_least(needs):
-                return self._no_room(len(pins.refused))
-            else:
-                num_evicted += 1
+            if self.compact(needs, pinned):
+                continue
+            if num_evicted == most_evictions or not self._evict_least(needs):
+                return self._no_room(pinned.refused)
+            num_evicted += 1
         # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
         for _ in range(min(_EVICT_AHEAD, self.layout.num_slabs // 32)):
             if not self._evict_least(needs):
                 break
         return None
+
+    def compact(self, needs: Needs, pinned: Pinned) -> bool:
+        """Empty a slab by moving its pages, if one can be emptied."""
+        if not self.arena.compact(needs, pinned.is_pinned, self.pages_moved):
+            return False
+        self.stats.compactions += 1
+        self.stats.pages_moved = self.arena.num_moves
+        self.run_operations()
+        return True
 
     def _is_in_vain(self, needs: Needs) -> bool:
         """Whether there would be no room even without anything that can be evicted."""
@@ -116,12 +126,24 @@ class Keeper:
                 return False
         return True
 
-    def _no_room(self, num_pinned: int) -> NoRoom:
+    def _no_room(self, refused: set[Slab]) -> NoRoom:
+        transfers = self.transfer_slabs()
+        pinned = refused | transfers
         if self.arena.has_limbo:
-            return NoRoom("moves are under way: acknowledge them and ask again", num_pinned, wait_for_moves=True)
-        if num_pinned:
-            return NoRoom(f"{num_pinned} slabs are pinned by steps in flight: let one finish", num_pinned)
-        return NoRoom("nothing left to evict: running requests hold the rest")
+            reason = "moves are under way: acknowledge them and ask again"
+        elif transfers:
+            by_steps = f"{len(pinned - transfers)} slabs are pinned by steps in flight, " if pinned > transfers else ""
+            reason = f"{by_steps}{len(transfers)} slabs are pinned by transfers: let one finish"
+        elif pinned:
+            reason = f"{len(pinned)} slabs are pinned by steps in flight: let one finish"
+        else:
+            reason = "nothing left to evict: running requests hold the rest"
+        return NoRoom(reason, len(pinned), self.arena.has_limbo, transfer_slabs=len(transfers))
+
+    def transfer_slabs(self) -> set[Slab]:
+        """The slabs that transfers pin."""
+        slabs: set[Slab] = set()
+        return slabs.union(*self.transfers.values())
 
     def run_operations(self) -> None:
         """Where the memory layer works at once, let it."""
@@ -133,7 +155,8 @@ class Keeper:
                 raise
             self.arena.acknowledge(batch.id)
 
-    def _pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:
+    def pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:
+        """Pages of a slab are elsewhere now: tell nodes, checkpoints and leases."""
         pool = slab.pool
         tokens = [i for i, candidate in enumerate(self.token_pools) if candidate is pool]
         states = [i for i, candidate in enumerate(self.state_pools) if candidate is pool]

@@ -12,6 +12,11 @@ from hybridkv.cache.pages import Pages, make_pages
 from hybridkv.cache.policy import Kind, Numbers
 from hybridkv.cache.pools import Slab
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
+from hybridkv.errors import HybridKVError
+
+
+class CacheError(HybridKVError):
+    """A verb was used on a lease or a pin that does not allow it now."""
 
 
 class Segment(NamedTuple):
@@ -171,7 +176,7 @@ class Lease:
         self.copied: list[tuple[int, int]] = []
         """(token group, page) that the block begun was copied from: if that turns out bad, so is the copy."""
         self.is_pin = False
-        """It only keeps a prefix in place and computes nothing."""
+        """It belongs to a pin, and computes nothing."""
         self.step: InFlight | None = None
         self.slabs: set[Slab] = set()
         self.poisoned: int | None = None
@@ -233,12 +238,14 @@ class NoRoom(NamedTuple):
 
     reason: str
     pinned_slabs: int = 0
-    """Slabs that could have been emptied but for steps in flight."""
+    """Slabs that could have been emptied but for steps in flight and transfers."""
     wait_for_moves: bool = False
     """Moves are under way: run and acknowledge them, then ask again."""
 
     never: bool = False
     """Not even an empty arena would do: refuse the request, or extend it by less at a time."""
+    transfer_slabs: int = 0
+    """Those of `pinned_slabs` that transfers pin (`Cache.pin`): they may take seconds."""
 
     def __bool__(self) -> bool:
         return False

@@ -142,8 +142,7 @@ class Leasing:
         before = lease.computed
         self.let_go(lease)
         lease.poisoned = None
-        last = lease.num_tokens if lease.is_pin else lease.num_tokens - 1
-        path, resume = self.find(lease.root_key, lease.tokens, min(limit, last), lease.taps)
+        path, resume = self.find(lease.root_key, lease.tokens, min(limit, lease.num_tokens - 1), lease.taps)
         self.attach(lease, path, resume)
         lease.cached_tokens = min(lease.cached_tokens, lease.computed)
         lease.plan_keeps()

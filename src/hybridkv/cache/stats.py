@@ -34,6 +34,10 @@ class CacheStats:
     no_room: int = 0
     compactions: int = 0
     pages_moved: int = 0
+    pins: int = 0
+    pins_expired: int = 0
+    pins_broken: int = 0
+    """Pins that ended because pages turned out invalid."""
 
 
 class Event(NamedTuple):

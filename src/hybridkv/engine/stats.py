@@ -26,6 +26,8 @@ class MemoryUse:
     free_bytes: int
     """Slabs that no group has."""
     pinned_prefixes: int
+    pinned_bytes: int
+    """Slabs that pinned prefixes keep in place."""
 
     @classmethod
     def of(cls, cache: Cache, arena_bytes: int) -> MemoryUse:
@@ -35,8 +37,8 @@ class MemoryUse:
         slab_bytes = groups[0].page_bytes * groups[0].pages_per_slab
         slabs = {name: count * slab_bytes for name, count in cache.slabs_in_use().items()}
         used = {name: count * pages[name] for name, count in cache.pages_in_use().items()}
-        pinned = sum(lease.is_pin for lease in cache.leases)
-        return cls(arena_bytes, used, slabs, (layout.num_slabs - 1) * slab_bytes - sum(slabs.values()), pinned)
+        free = (layout.num_slabs - 1) * slab_bytes - sum(slabs.values())
+        return cls(arena_bytes, used, slabs, free, len(cache.pins), cache.pinned_slabs() * slab_bytes)
 
 
 @dataclass(frozen=True, slots=True)

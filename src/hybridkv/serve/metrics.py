@@ -32,7 +32,10 @@ _CACHE_COUNTERS = {
     "invalid_pages": "Pages whose content was wrong",
     "no_room": "Times a step found no room",
     "compactions": "Slabs that were emptied by moving their pages",
-    "pages_moved": "Pages moved by compaction",
+    "pages_moved": "Pages moved by compaction, or together before they were pinned",
+    "pins": "Prefixes that were pinned for a transfer",
+    "pins_expired": "Pins that ended because their time had passed",
+    "pins_broken": "Pins that ended because their pages turned out invalid",
 }
 
 _STREAM_COUNTERS = {
@@ -171,7 +174,8 @@ def _memory_metrics(memory: MemoryUse) -> Iterator[Metric]:
         used.add_metric([group], nbytes)
         slabs.add_metric([group], memory.slab_bytes[group])
     yield from (used, slabs)
-    yield _gauge("pinned_prefixes", "Prefixes that are kept until a time", memory.pinned_prefixes)
+    yield _gauge("pinned_prefixes", "Prefixes that are pinned for a transfer", memory.pinned_prefixes)
+    yield _gauge("memory_pinned_bytes", "In slabs that pinned prefixes keep in place", memory.pinned_bytes)
 
 
 def _stream_metrics(stats: StreamStats) -> Iterator[Metric]:

@@ -1,0 +1,206 @@
+"""Pins: prefixes whose pages neither leave nor move, so that a transfer can read them while the cache goes on.
+
+A pin is a lease that computes nothing, so its pages are not evicted. The slabs its pages are in are not compacted
+either. Before that, the pages are moved together, so that a pin blocks few slabs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from hybridkv.cache.arena import Arena
+from hybridkv.cache.index import Node, State
+from hybridkv.cache.lease import CacheError, Lease
+from hybridkv.cache.leasing import Leasing
+from hybridkv.cache.packing import pack
+from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
+from hybridkv.cache.pools import Pool, Slab
+
+
+class PinState(StrEnum):
+    """Whether the pages of a pin can be read."""
+
+    WAITING = "waiting"
+    """Not yet: operations that were asked for before it are not acknowledged."""
+    READY = "ready"
+    UNPINNED = "unpinned"
+    EXPIRED = "expired"
+    BROKEN = "broken"
+    """Pages it was made of turned out invalid: what a transfer has read is wrong."""
+
+
+class PinnedPages(NamedTuple):
+    """The pages of a prefix, in the shape of the pages that `extend(num_loaded=)` has others fill."""
+
+    tables: dict[str, Pages]
+    """By token group: the page of each block. The null page: a block that is not seen from the prefix's end on."""
+    states: dict[str, tuple[int, ...]]
+    """By state group: the pages of the state at the prefix's end. Null pages: the zero state of position 0."""
+
+
+class Pin:
+    """A prefix whose pages stay where they are until a time."""
+
+    __slots__ = ("_arena", "_pages", "_waits_for", "ended", "expires_at", "lease", "num_tokens")
+
+    def __init__(self, lease: Lease, expires_at: float, pages: PinnedPages, arena: Arena) -> None:
+        self.lease = lease
+        self.num_tokens = lease.computed
+        """How much of the prefix is pinned: the largest n that every group can supply."""
+        self.expires_at = expires_at
+        self.ended: PinState | None = None
+        """How it ended; None: its pages are pinned."""
+        self._pages = pages
+        self._arena = arena
+        self._waits_for = arena.num_asked
+
+    @property
+    def state(self) -> PinState:
+        if self.ended is not None:
+            return self.ended
+        return PinState.READY if self._arena.is_done(self._waits_for) else PinState.WAITING
+
+    @property
+    def pages(self) -> PinnedPages:
+        """The pages to read. What was read is right if the pin is still ready after that."""
+        state = self.state
+        if state is PinState.WAITING:
+            raise CacheError("the pin is waiting: run and acknowledge the operations taken since, then ask again")
+        if state is not PinState.READY:
+            raise CacheError(f"the pin is {state}: pin the prefix again")
+        return self._pages
+
+    def check_integrity(self) -> None:
+        """The lease still has the pages that were pinned, and no others."""
+        assert self.ended is None
+        assert self.lease.computed == self.num_tokens
+        assert self._pages.tables.keys() == self.lease.named_tables.keys()
+        tail = self.lease.tail is not None and bool(self.lease.tail.tail_tokens)
+        for name, table in self.lease.named_tables.items():
+            assert self._pages.tables[name][: len(table)] == table
+            assert len(self._pages.tables[name]) == len(table) + tail
+        for pages, state in zip(self._pages.states.values(), self.lease.states, strict=True):
+            assert state is None or state.pages == pages
+
+
+class Pins:
+    """The pins of one cache."""
+
+    def __init__(self, leasing: Leasing, clock: Callable[[], float]) -> None:
+        self.leasing = leasing
+        self.keeper = leasing.keeper
+        self.live: dict[int, Pin] = {}
+        """By the id of their lease."""
+        self._clock = clock
+        self._next_expiry = math.inf
+        """No pin expires before."""
+
+    def add(self, lease: Lease, ttl_seconds: float) -> Pin:
+        """Pin what a lease holds, after moving it together."""
+        keeper = self.keeper
+        self._pack(lease)
+        expires_at = self._expiry(ttl_seconds)
+        pin = Pin(lease, expires_at, self._pages_of(lease), keeper.arena)
+        keeper.transfers[lease.id] = self.slabs_of(lease)
+        self.live[lease.id] = pin
+        keeper.stats.pins += 1
+        try:
+            keeper.run_operations()
+        except BaseException:  # the memory layer failed, and the caller has no pin
+            self.end(pin, PinState.UNPINNED)
+            raise
+        return pin
+
+    def renew(self, pin: Pin, ttl_seconds: float) -> None:
+        pin.expires_at = self._expiry(ttl_seconds)
+
+    def end(self, pin: Pin, state: PinState) -> None:
+        """Its pages are ordinary again."""
+        if pin.ended is None:
+            pin.ended = state
+            del self.live[pin.lease.id]
+            del self.keeper.transfers[pin.lease.id]
+            self.leasing.detach(pin.lease)
+
+    def expire(self) -> None:
+        """End the pins whose time has passed."""
+        now = self._clock()
+        if now < self._next_expiry:
+            return
+        for pin in [pin for pin in self.live.values() if pin.expires_at <= now]:
+            self.keeper.stats.pins_expired += 1
+            self.end(pin, PinState.EXPIRED)
+        self._next_expiry = min((pin.expires_at for pin in self.live.values()), default=math.inf)
+
+    def break_off(self, lease: Lease) -> None:
+        """Something that a pin's lease holds, or was derived from, is invalid."""
+        self.keeper.stats.pins_broken += 1
+        self.end(self.live[lease.id], PinState.BROKEN)
+
+    def _expiry(self, ttl_seconds: float) -> float:
+        expires_at = self._clock() + ttl_seconds
+        self._next_expiry = min(self._next_expiry, expires_at)
+        return expires_at
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    def _pages_of(self, lease: Lease) -> PinnedPages:
+        tail = lease.tail.tail_pages if lease.tail is not None else []
+        tables = {}
+        for index, (group, table) in enumerate(zip(self.keeper.layout.token_groups, lease.tables, strict=True)):
+            if table is not None:
+                tables[group.name] = table + make_pages(tail[index : index + 1])
+        states = {}
+        for group, state in zip(self.leasing.state_groups, lease.states, strict=True):
+            states[group.name] = (NULL_PAGE,) * group.pages_per_state if state is None else state.pages
+        return PinnedPages(tables, states)
+
+    def slabs_of(self, lease: Lease) -> set[Slab]:
+        return {pool.slab_of(page) for pool, page in self._places(lease)}
+
+    def _places(self, lease: Lease) -> Iterator[tuple[Pool, int]]:
+        """Every page of a pin, with its pool."""
+        pages, keeper = self._pages_of(lease), self.keeper
+        for group, pool in zip(keeper.layout.token_groups, keeper.token_pools, strict=True):
+            for page in pages.tables.get(group.name, ()):
+                if page != NULL_PAGE:
+                    yield pool, page
+        for group, pool in zip(self.leasing.state_groups, keeper.state_pools, strict=True):
+            for page in pages.states[group.name]:
+                if page != NULL_PAGE:
+                    yield pool, page
+
+    def _pack(self, lease: Lease) -> None:
+        """Move its pages together, but for those that steps in flight and other pins have in place."""
+        keeper, by_pool = self.keeper, dict[Pool, list[int]]()
+        for pool, page in self._places(lease):
+            by_pool.setdefault(pool, []).append(page)
+        fixed = keeper.transfer_slabs() | self._slabs_in_flight(lease)
+        for pool, pages in by_pool.items():
+            pack(keeper.arena, pool, pages, fixed, keeper.pages_moved)
+        keeper.stats.pages_moved = keeper.arena.num_moves
+
+    def _slabs_in_flight(self, lease: Lease) -> set[Slab]:
+        """Slabs in which steps in flight use pages of this lease: the blocks they share, and states."""
+        keeper, nodes, states = self.keeper, set[Node](), set[State | None]()
+        for other in keeper.in_flight.values():
+            nodes.update(other.leaf.path())
+            states.update(_states_of(other))
+        shared = max((node.end for node in lease.leaf.path() if node in nodes), default=0)
+        slabs = keeper.state_slabs([state if state in states else None for state in lease.states])
+        for pool, table in zip(keeper.token_pools, lease.tables, strict=True):
+            if table is not None:
+                slabs.update(pool.slab_of(page) for page in table[:shared] if page != NULL_PAGE)
+        return slabs
+
+
+def _states_of(lease: Lease) -> Iterator[State | None]:
+    """Those of a step in flight: before it, inside it and after it."""
+    assert lease.step is not None
+    yield from lease.states
+    yield from lease.step.old_states
+    for kept in lease.step.kept:
+        yield from kept.states
