@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from hybridkv.cache import Cache, Lease, NoRoom
+from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.params import SamplingParams
@@ -118,15 +118,15 @@ class EngineCore:
             with self._timed("model"):
                 logits = self._run(scheduled)
             with self._timed("sample"):
-                rows, picked = self._rows(scheduled)
-                sampled = self._sampler.sample(logits if picked is None else logits[picked], rows)
+                drawing = [self._drawing(sample, tables) for sample, tables in scheduled]
+                sampled = self._sample(logits, drawing)
         except Exception as error:
             return updates + self._failed(scheduled, error)
         if self.streaming is None or not self.streaming.is_busy:  # waiting for a store says nothing of the model
             num_tokens = sum(tables.end - tables.start for _, tables in scheduled)
             self.scheduler.pace.observe(num_tokens, time.perf_counter() - begin)
         with self._timed("commit"):
-            return updates + self._commit(scheduled, sampled)
+            return updates + self._commit(scheduled, drawing, sampled)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -145,39 +145,45 @@ class EngineCore:
         self.streaming.ran()
         return logits
 
-    def _rows(self, scheduled: Sequence[Scheduled]) -> tuple[list[RowState], list[int] | None]:
-        """What is sampled: one row a sample, but all n of a request whose prompt ends here, from the same logits."""
-        rows: list[RowState] = []
-        picked: list[int] = []
-        for sample, tables in scheduled:
-            assert sample.lease is not None
-            if not _is_last(sample.lease, tables.end):
-                continue
-            same = [picked[-1] + 1 if picked else 0]
-            request = sample.request
-            while sample is request.samples[0] and len(request.samples) < request.num_samples:
-                self._new_sample(request, len(request.samples))
-            siblings = request.samples if not sample.token_ids and sample.index == 0 else [sample]
-            rows += [one.row for one in siblings]
-            picked += same * len(siblings)
-        return rows, None if picked == list(range(len(rows))) else picked
+    def _drawing(self, sample: Sample, tables: StepTables) -> list[Sample]:
+        """The samples that draw a token from this one's last logits: none while its prompt goes on, else itself.
 
-    def _commit(self, scheduled: Sequence[Scheduled], sampled: Sequence[Sampled]) -> list[Update]:
+        Where the prompt of n samples ends, all n draw from the same logits.
+        """
+        assert sample.lease is not None
+        if not _is_last(sample.lease, tables.end):
+            return []
+        request = sample.request
+        if sample.token_ids or sample.index:
+            return [sample]
+        while len(request.samples) < request.num_samples:
+            self._new_sample(request, len(request.samples))
+        return list(request.samples)
+
+    def _sample(self, logits: torch.Tensor, drawing: Sequence[Sequence[Sample]]) -> list[Sampled]:
+        """A token for each sample that draws one. `logits` has a row for each span at whose end some do."""
+        groups = [samples for samples in drawing if samples]
+        rows = [sample.row for samples in groups for sample in samples]
+        if len(rows) > len(groups):
+            logits = logits[[number for number, samples in enumerate(groups) for _ in samples]]
+        return self._sampler.sample(logits, rows)
+
+    def _commit(
+        self, scheduled: Sequence[Scheduled], drawing: Sequence[Sequence[Sample]], sampled: Sequence[Sampled]
+    ) -> list[Update]:
         updates: list[Update] = []
         tokens = iter(sampled)
-        for sample, tables in scheduled:
+        for (sample, tables), samples in zip(scheduled, drawing, strict=True):
             lease = sample.lease
             assert lease is not None
-            is_first = not sample.token_ids and sample.request.num_samples > 1
-            num_sampled = _is_last(lease, tables.end) * (len(sample.request.samples) if is_first else 1)
-            own = list(islice(tokens, num_sampled))
+            own = list(islice(tokens, len(samples)))
             if self.streaming is not None and not self._counts(sample, lease, own):
                 continue
             if tables.end >= sample.failed_at:  # before that it only does again what had been done
                 sample.failures = sample.failed_at = 0
             if not own:
                 self.cache.commit(lease)
-            elif is_first:
+            elif len(own) > 1:
                 updates += self._branch(sample, lease, tables.end, own)
             else:
                 updates += self._accept(sample, lease, tables.end, own[0])
