@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Sight, Visible, cut_tiles, fill_buckets, is_square, see
-from hybridkv.kernels.spans import Span
-from hybridkv.kernels.table import Bucket, Ints, TiledSpan, TokenTable
+from hybridkv.kernels.spans import PADDED, Span
+from hybridkv.kernels.table import Bucket, Ints, Kept, TiledSpan, TokenTable
+from hybridkv.memory import Uploader
 
 __all__ = ["TokenTable", "gather_tokens", "make_token_table", "write_tokens"]
-
-
-class _Freight:
-    """Small host arrays on their way to the device in one transfer."""
-
-    def __init__(self) -> None:
-        self.parts: list[Ints] = []
-
-    def add(self, *parts: Ints) -> None:
-        self.parts += parts
-
-    def send(self, device: torch.device) -> list[torch.Tensor]:
-        whole = torch.from_numpy(np.concatenate(self.parts)).to(device)
-        return list(whole.split([part.size for part in self.parts]))
 
 
 def make_token_table(
@@ -38,43 +26,42 @@ def make_token_table(
     tables: Sequence[array[int] | Sequence[int]],
     *,
     block_tokens: int,
-    device: torch.device,
+    uploader: Uploader,
+    name: str = "tokens",
     window: int | None = None,
     chunk: int | None = None,
 ) -> TokenTable:
-    """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen."""
+    """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen.
+
+    A span whose pages are `PADDED` sees nothing and is not written.
+    """
     sight = Sight(window, chunk)
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
-    bucket_tokens = BUCKET_TOKENS_CPU * torch.get_num_threads() if device.type == "cpu" else None
-    buckets = fill_buckets(visibles, block_tokens, bucket_tokens)
-    short = {index for bucket in buckets for index in bucket}
-    long = [index for index in range(len(spans)) if index not in short]
-
-    freight = _Freight()
-    freight.add(*_write_slots(visibles, host_pages, block_tokens))
-    for members in buckets:
-        freight.add(*_bucket_arrays(members, visibles, host_pages, sight, block_tokens))
-    freight.add(*(host_pages[index] for index in long))
-    pages, offsets, *rest = freight.send(device)
-
-    starts = np.cumsum([0, *(visible.num_tokens for visible in visibles)]).tolist()
+    pages, offsets = _write_slots(visibles, host_pages, block_tokens)
+    slots = uploader.send(f"{name}.slots", pages=pages, offsets=offsets)
+    kept = None
+    if pages.min() == PADDED:
+        kept = _keep(pages, offsets, uploader, f"{name}.kept")
+        real = [index for index, its_pages in enumerate(host_pages) if its_pages[-1] != PADDED]
+        visibles, host_pages = [visibles[index] for index in real], [host_pages[index] for index in real]
+    on_cpu = uploader.device.type == "cpu"
+    members = fill_buckets(visibles, block_tokens, BUCKET_TOKENS_CPU * torch.get_num_threads() if on_cpu else None)
+    short = {index for bucket in members for index in bucket}
+    long = [index for index in range(len(visibles)) if index not in short]
+    cover = _Cover(visibles, host_pages, sight, block_tokens, uploader, name)
     return TokenTable(
         block_tokens=block_tokens,
         sight=sight,
-        device=device,
+        uploader=uploader,
+        name=name,
         visibles=visibles,
         visible_lengths=[visible.num_tokens for visible in visibles],
-        pages=pages,
-        offsets=offsets,
-        buckets=[
-            _make_bucket(members, visibles, block_tokens, rest[5 * at : 5 * at + 5])
-            for at, members in enumerate(buckets)
-        ],
-        tiled_spans=[
-            _make_tiled(visibles[index], sight, span_pages, slice(starts[index], starts[index + 1]), block_tokens)
-            for index, span_pages in zip(long, rest[5 * len(buckets) :], strict=True)
-        ],
+        pages=slots["pages"],
+        offsets=slots["offsets"],
+        kept=kept,
+        buckets=[cover.bucket(at, bucket) for at, bucket in enumerate(members)],
+        tiled_spans=cover.tiled(long) if long else [],
         host_pages=host_pages,
     )
 
@@ -85,79 +72,98 @@ def _visible_pages(table: array[int] | Sequence[int], visible: Visible) -> Ints:
 
 
 def _write_slots(visibles: Sequence[Visible], host_pages: Sequence[Ints], block_tokens: int) -> tuple[Ints, Ints]:
-    """Page and offset of every token of the step: [N], [N]."""
+    """Page and offset of every token of the step: [N], [N]. Both are `PADDED` for padding."""
     spans = [visible.span for visible in visibles]
     lengths = [span.length for span in spans]
     positions = np.arange(sum(lengths)) + np.repeat([span.start - span.row for span in spans], lengths)
     # In the visible blocks of all spans, laid one after another.
     first_slots = np.cumsum([0, *(visible.num_blocks for visible in visibles[:-1])])
     shifts = np.repeat([first - v.first_block for first, v in zip(first_slots, visibles, strict=True)], lengths)
-    return np.concatenate(host_pages)[positions // block_tokens + shifts], positions % block_tokens
+    pages = np.concatenate(host_pages)[positions // block_tokens + shifts]
+    offsets = positions % block_tokens
+    offsets[pages == PADDED] = PADDED
+    return pages, offsets
 
 
-def _bucket_arrays(
-    members: list[int], visibles: Sequence[Visible], host_pages: Sequence[Ints], sight: Sight, block_tokens: int
-) -> tuple[Ints, ...]:
-    """Rows [n * S], pages [n * blocks], stale slots, first and last slot each query sees [n * S]."""
-    mine = [visibles[index] for index in members]
-    num_blocks = max(visible.num_blocks for visible in mine)
-    pages = np.zeros((len(mine), num_blocks), dtype=np.int64)
-    for at, index in enumerate(members):
-        pages[at, : visibles[index].num_blocks] = host_pages[index]
-    queries = np.arange(mine[0].span.length)
-    origins = np.array([visible.first_block * block_tokens for visible in mine])[:, None]
-    rows = np.array([visible.span.row for visible in mine])[:, None] + queries
-    last = np.array([visible.span.start for visible in mine])[:, None] + queries - origins
-    first = np.array([[sight.first_visible(v.span.start + q) for q in range(v.span.length)] for v in mine]) - origins
-    # Slots before the first visible token and after the last, but none of the padding: the null page is zeros.
-    ends = np.array([visible.num_blocks * block_tokens for visible in mine])
-    slots = np.arange(num_blocks * block_tokens)
-    stale = ((slots < first[:, :1]) | (slots > last[:, -1:])) & (slots < ends[:, None])
-    return rows.reshape(-1), pages.reshape(-1), np.flatnonzero(stale), first.reshape(-1), last.reshape(-1)
+def _keep(pages: Ints, offsets: Ints, uploader: Uploader, name: str) -> Kept:
+    rows = np.flatnonzero(pages != PADDED)
+    sent = uploader.send(name, rows=rows, pages=pages[rows], offsets=offsets[rows])
+    return Kept(sent["rows"], sent["pages"], sent["offsets"])
 
 
-def _make_bucket(
-    members: list[int], visibles: Sequence[Visible], block_tokens: int, tensors: list[torch.Tensor]
-) -> Bucket:
-    mine = [visibles[index] for index in members]
-    rows, pages, stale, first, last = tensors
-    num_queries = mine[0].span.length
-    in_a_row = mine[-1].span.row - mine[0].span.row == num_queries * (len(mine) - 1)
-    origins = [visible.first_block * block_tokens for visible in mine]
-    cuts = {(visible.first - origin, visible.span.end - origin) for visible, origin in zip(mine, origins, strict=True)}
-    return Bucket(
-        members=members,
-        num_queries=num_queries,
-        num_slots=max(visible.num_blocks for visible in mine) * block_tokens,
-        rows=slice(mine[0].span.row, mine[-1].span.row + num_queries) if in_a_row else rows,
-        pages=pages,
-        cut=slice(*cuts.pop()) if len(cuts) == 1 else None,
-        stale=stale,
-        first=first.view(-1, num_queries, 1),
-        last=last.view(-1, num_queries, 1),
-    )
+class _Cover(NamedTuple):
+    """Makes the batched attention calls of a table."""
 
+    visibles: Sequence[Visible]
+    host_pages: Sequence[Ints]
+    sight: Sight
+    block_tokens: int
+    uploader: Uploader
+    name: str
 
-def _make_tiled(visible: Visible, sight: Sight, pages: torch.Tensor, picks: slice, block_tokens: int) -> TiledSpan:
-    on_cpu = pages.device.type == "cpu"
-    tiles = cut_tiles(visible.span, sight, on_cpu=on_cpu)
-    is_whole = is_square(visible.span, sight) and (len(tiles) == 1 or not on_cpu)
-    return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * block_tokens, picks)
+    def bucket(self, at: int, members: list[int]) -> Bucket:
+        mine = [self.visibles[index] for index in members]
+        num_queries, num_blocks = mine[0].span.length, max(visible.num_blocks for visible in mine)
+        pages = np.zeros((len(mine), num_blocks), dtype=np.int64)
+        for row, index in enumerate(members):
+            pages[row, : self.visibles[index].num_blocks] = self.host_pages[index]
+        queries = np.arange(num_queries)
+        host_origins = [visible.first_block * self.block_tokens for visible in mine]
+        origins = np.array(host_origins)[:, None]
+        last = np.array([visible.span.start for visible in mine])[:, None] + queries - origins
+        see_from = self.sight.first_visible
+        first = np.array([[see_from(v.span.start + q) for q in range(num_queries)] for v in mine]) - origins
+        # Slots before the first visible token and after the last, but none of the padding: the null page is zeros.
+        ends = np.array([visible.num_blocks * self.block_tokens for visible in mine])
+        slots = np.arange(num_blocks * self.block_tokens)
+        stale = ((slots < first[:, :1]) | (slots > last[:, -1:])) & (slots < ends[:, None])
+        rows = np.array([visible.span.row for visible in mine])[:, None] + queries
+        sent = self.uploader.send(
+            f"{self.name}.bucket{at}", rows=rows, pages=pages, stale=np.flatnonzero(stale), first=first, last=last
+        )
+        in_a_row = mine[-1].span.row - mine[0].span.row == num_queries * (len(mine) - 1)
+        cuts = {(v.first - origin, v.span.end - origin) for v, origin in zip(mine, host_origins, strict=True)}
+        return Bucket(
+            at=at,
+            members=members,
+            num_queries=num_queries,
+            num_slots=num_blocks * self.block_tokens,
+            rows=slice(mine[0].span.row, mine[-1].span.row + num_queries) if in_a_row else sent["rows"],
+            pages=sent["pages"],
+            cut=slice(*cuts.pop()) if len(cuts) == 1 else None,
+            stale=sent["stale"],
+            first=sent["first"].view(-1, num_queries, 1),
+            last=sent["last"].view(-1, num_queries, 1),
+        )
+
+    def tiled(self, long: list[int]) -> list[TiledSpan]:
+        sent = self.uploader.send(f"{self.name}.tiled", **{str(index): self.host_pages[index] for index in long})
+        starts = np.cumsum([0, *(visible.num_tokens for visible in self.visibles)]).tolist()
+        return [self._tiled(self.visibles[i], sent[str(i)], slice(starts[i], starts[i + 1])) for i in long]
+
+    def _tiled(self, visible: Visible, pages: torch.Tensor, picks: slice) -> TiledSpan:
+        on_cpu = pages.device.type == "cpu"
+        tiles = cut_tiles(visible.span, self.sight, on_cpu=on_cpu)
+        is_whole = is_square(visible.span, self.sight) and (len(tiles) == 1 or not on_cpu)
+        return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * self.block_tokens, picks)
 
 
 def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) -> None:
-    """Put the step's tokens in their pages. view: [P, T, H, D], values: [N, H, D]."""
-    view[table.pages, table.offsets] = values.to(view.dtype)
+    """Put the step's tokens in their pages, all but padding. view: [P, T, H, D], values: [N, H, D]."""
+    if table.kept is None:
+        view[table.pages, table.offsets] = values.to(view.dtype)
+    else:
+        rows, pages, offsets = table.kept
+        view[pages, offsets] = values.index_select(0, rows).to(view.dtype)
 
 
 def gather_tokens(view: torch.Tensor, table: TokenTable) -> torch.Tensor:
     """All visible tokens, span after span, positions ascending. view: [P, T, H, D] -> [K, H, D]."""
-    pages, offsets = table.visible_slots
     page_stride, token_stride = view.stride()[:2]
     if page_stride % token_stride:
-        return view[pages, offsets]
+        return view[table.visible_slots]
     # Tokens of all pages lie on one grid: rows of a matrix are gathered several times faster than pairs of indices.
     pitch = page_stride // token_stride
     shape = ((view.shape[0] - 1) * pitch + view.shape[1], *view.shape[2:])
     grid = view.as_strided(shape, (token_stride, *view.stride()[2:]))
-    return grid.index_select(0, pages * pitch + offsets)
+    return grid.index_select(0, table.visible_rows(pitch))
