@@ -215,11 +215,11 @@ class TokenTable:
             return None
         if dtype not in self.bands:
             self.bands[dtype] = self._make_band(dtype)
-        if self.device.type == "cpu":
-            return self._columns(tile, dtype)
         key = (dtype, tile)
-        if key not in self.columns:  # GPU kernels read aligned rows: they need a copy
-            self.columns[key] = self._columns(tile, dtype).contiguous()
+        if key not in self.columns:
+            columns = self._columns(tile, dtype)
+            # GPU kernels read aligned rows: they need a copy.
+            self.columns[key] = columns if self.device.type == "cpu" else columns.contiguous()
         return self.columns[key]
 
     def _columns(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ anything, even what a failed request left there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Sight, Visible, cut_tiles, fill_buckets, is_square, see
 from hybridkv.kernels.spans import PADDED, Span
 from hybridkv.kernels.table import Bucket, Ints, Kept, TiledSpan, TokenTable
-from hybridkv.memory import Uploader
+from hybridkv.memory import Column, Uploader
 
 __all__ = ["TokenTable", "gather_tokens", "make_token_table", "write_tokens"]
 
@@ -39,17 +39,22 @@ def make_token_table(
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
     pages, offsets = _write_slots(visibles, host_pages, block_tokens)
-    slots = uploader.send(f"{name}.slots", pages=pages, offsets=offsets)
-    kept = None
-    if pages.min() == PADDED:
-        kept = _keep(pages, offsets, uploader, f"{name}.kept")
+    columns: dict[str, Column] = {"pages": pages, "offsets": offsets}
+    is_padded = pages.min() == PADDED
+    if is_padded:
+        offsets[pages == PADDED] = PADDED
+        columns |= _kept_columns(pages, offsets)
         real = [index for index, its_pages in enumerate(host_pages) if its_pages[-1] != PADDED]
         visibles, host_pages = [visibles[index] for index in real], [host_pages[index] for index in real]
+    cover = _Cover(visibles, host_pages, sight, block_tokens)
     on_cpu = uploader.device.type == "cpu"
-    members = fill_buckets(visibles, block_tokens, BUCKET_TOKENS_CPU * torch.get_num_threads() if on_cpu else None)
-    short = {index for bucket in members for index in bucket}
+    buckets = fill_buckets(visibles, block_tokens, BUCKET_TOKENS_CPU * torch.get_num_threads() if on_cpu else None)
+    short = {index for members in buckets for index in members}
     long = [index for index in range(len(visibles)) if index not in short]
-    cover = _Cover(visibles, host_pages, sight, block_tokens, uploader, name)
+    for at, members in enumerate(buckets):
+        columns |= cover.bucket_columns(at, members)
+    columns |= {f"span{index}.pages": host_pages[index] for index in long}
+    sent = uploader.send(name, **columns)
     return TokenTable(
         block_tokens=block_tokens,
         sight=sight,
@@ -57,11 +62,11 @@ def make_token_table(
         name=name,
         visibles=visibles,
         visible_lengths=[visible.num_tokens for visible in visibles],
-        pages=slots["pages"],
-        offsets=slots["offsets"],
-        kept=kept,
-        buckets=[cover.bucket(at, bucket) for at, bucket in enumerate(members)],
-        tiled_spans=cover.tiled(long) if long else [],
+        pages=sent["pages"],
+        offsets=sent["offsets"],
+        kept=Kept(sent["kept.rows"], sent["kept.pages"], sent["kept.offsets"]) if is_padded else None,
+        buckets=[cover.bucket(at, members, sent) for at, members in enumerate(buckets)],
+        tiled_spans=cover.tiled_spans(long, sent),
         host_pages=host_pages,
     )
 
@@ -72,77 +77,78 @@ def _visible_pages(table: array[int] | Sequence[int], visible: Visible) -> Ints:
 
 
 def _write_slots(visibles: Sequence[Visible], host_pages: Sequence[Ints], block_tokens: int) -> tuple[Ints, Ints]:
-    """Page and offset of every token of the step: [N], [N]. Both are `PADDED` for padding."""
+    """Page and offset of every token of the step: [N], [N]. Pages of padding are `PADDED`."""
     spans = [visible.span for visible in visibles]
     lengths = [span.length for span in spans]
     positions = np.arange(sum(lengths)) + np.repeat([span.start - span.row for span in spans], lengths)
     # In the visible blocks of all spans, laid one after another.
     first_slots = np.cumsum([0, *(visible.num_blocks for visible in visibles[:-1])])
     shifts = np.repeat([first - v.first_block for first, v in zip(first_slots, visibles, strict=True)], lengths)
-    pages = np.concatenate(host_pages)[positions // block_tokens + shifts]
-    offsets = positions % block_tokens
-    offsets[pages == PADDED] = PADDED
-    return pages, offsets
+    return np.concatenate(host_pages)[positions // block_tokens + shifts], positions % block_tokens
 
 
-def _keep(pages: Ints, offsets: Ints, uploader: Uploader, name: str) -> Kept:
+def _kept_columns(pages: Ints, offsets: Ints) -> dict[str, Column]:
     rows = np.flatnonzero(pages != PADDED)
-    sent = uploader.send(name, rows=rows, pages=pages[rows], offsets=offsets[rows])
-    return Kept(sent["rows"], sent["pages"], sent["offsets"])
+    return {"kept.rows": rows, "kept.pages": pages[rows], "kept.offsets": offsets[rows]}
 
 
 class _Cover(NamedTuple):
-    """Makes the batched attention calls of a table."""
+    """The batched attention calls of a table: their columns on the host, then what they are on the device."""
 
     visibles: Sequence[Visible]
     host_pages: Sequence[Ints]
     sight: Sight
     block_tokens: int
-    uploader: Uploader
-    name: str
 
-    def bucket(self, at: int, members: list[int]) -> Bucket:
+    def bucket_columns(self, at: int, members: list[int]) -> dict[str, Column]:
         mine = [self.visibles[index] for index in members]
-        num_queries, num_blocks = mine[0].span.length, max(visible.num_blocks for visible in mine)
+        num_blocks = max(visible.num_blocks for visible in mine)
         pages = np.zeros((len(mine), num_blocks), dtype=np.int64)
         for row, index in enumerate(members):
             pages[row, : self.visibles[index].num_blocks] = self.host_pages[index]
-        queries = np.arange(num_queries)
-        host_origins = [visible.first_block * self.block_tokens for visible in mine]
-        origins = np.array(host_origins)[:, None]
+        queries = np.arange(mine[0].span.length)
+        origins = np.array([visible.first_block * self.block_tokens for visible in mine])[:, None]
         last = np.array([visible.span.start for visible in mine])[:, None] + queries - origins
         see_from = self.sight.first_visible
-        first = np.array([[see_from(v.span.start + q) for q in range(num_queries)] for v in mine]) - origins
+        first = np.array([[see_from(v.span.start + q) for q in range(v.span.length)] for v in mine]) - origins
         # Slots before the first visible token and after the last, but none of the padding: the null page is zeros.
         ends = np.array([visible.num_blocks * self.block_tokens for visible in mine])
         slots = np.arange(num_blocks * self.block_tokens)
         stale = ((slots < first[:, :1]) | (slots > last[:, -1:])) & (slots < ends[:, None])
-        rows = np.array([visible.span.row for visible in mine])[:, None] + queries
-        sent = self.uploader.send(
-            f"{self.name}.bucket{at}", rows=rows, pages=pages, stale=np.flatnonzero(stale), first=first, last=last
-        )
+        return {
+            f"bucket{at}.rows": np.array([visible.span.row for visible in mine])[:, None] + queries,
+            f"bucket{at}.pages": pages,
+            f"bucket{at}.stale": np.flatnonzero(stale),
+            f"bucket{at}.first": first,
+            f"bucket{at}.last": last,
+        }
+
+    def bucket(self, at: int, members: list[int], sent: Mapping[str, torch.Tensor]) -> Bucket:
+        mine = [self.visibles[index] for index in members]
+        num_queries = mine[0].span.length
         in_a_row = mine[-1].span.row - mine[0].span.row == num_queries * (len(mine) - 1)
-        cuts = {(v.first - origin, v.span.end - origin) for v, origin in zip(mine, host_origins, strict=True)}
+        origins = [visible.first_block * self.block_tokens for visible in mine]
+        cuts = {(v.first - origin, v.span.end - origin) for v, origin in zip(mine, origins, strict=True)}
+        rows = slice(mine[0].span.row, mine[-1].span.row + num_queries)
         return Bucket(
             at=at,
             members=members,
             num_queries=num_queries,
-            num_slots=num_blocks * self.block_tokens,
-            rows=slice(mine[0].span.row, mine[-1].span.row + num_queries) if in_a_row else sent["rows"],
-            pages=sent["pages"],
+            num_slots=max(visible.num_blocks for visible in mine) * self.block_tokens,
+            rows=rows if in_a_row else sent[f"bucket{at}.rows"],
+            pages=sent[f"bucket{at}.pages"],
             cut=slice(*cuts.pop()) if len(cuts) == 1 else None,
-            stale=sent["stale"],
-            first=sent["first"].view(-1, num_queries, 1),
-            last=sent["last"].view(-1, num_queries, 1),
+            stale=sent[f"bucket{at}.stale"],
+            first=sent[f"bucket{at}.first"].view(-1, num_queries, 1),
+            last=sent[f"bucket{at}.last"].view(-1, num_queries, 1),
         )
 
-    def tiled(self, long: list[int]) -> list[TiledSpan]:
-        sent = self.uploader.send(f"{self.name}.tiled", **{str(index): self.host_pages[index] for index in long})
-        starts = np.cumsum([0, *(visible.num_tokens for visible in self.visibles)]).tolist()
-        return [self._tiled(self.visibles[i], sent[str(i)], slice(starts[i], starts[i + 1])) for i in long]
+    def tiled_spans(self, long: list[int], sent: Mapping[str, torch.Tensor]) -> list[TiledSpan]:
+        starts = np.cumsum([0, *(visible.num_tokens for visible in self.visibles)]).tolist() if long else []
+        return [self._tiled(i, sent[f"span{i}.pages"], slice(starts[i], starts[i + 1])) for i in long]
 
-    def _tiled(self, visible: Visible, pages: torch.Tensor, picks: slice) -> TiledSpan:
-        on_cpu = pages.device.type == "cpu"
+    def _tiled(self, index: int, pages: torch.Tensor, picks: slice) -> TiledSpan:
+        visible, on_cpu = self.visibles[index], pages.device.type == "cpu"
         tiles = cut_tiles(visible.span, self.sight, on_cpu=on_cpu)
         is_whole = is_square(visible.span, self.sight) and (len(tiles) == 1 or not on_cpu)
         return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * self.block_tokens, picks)

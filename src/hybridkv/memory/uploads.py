@@ -38,11 +38,13 @@ class Uploader:
         if name in self._sent:
             raise ValueError(f"record {name!r} was already sent in this step: its tensors are in use")
         self._sent.add(name)
-        arrays = [np.asarray(column, dtype=np.int64).ravel() for column in columns.values()]
-        whole = torch.from_numpy(np.concatenate(arrays))
+        # An empty list counts as floats, hence the casting.
+        flat = np.concatenate(tuple(columns.values()), axis=None, dtype=np.int64, casting="unsafe")
+        sizes = [column.size if isinstance(column, np.ndarray) else len(column) for column in columns.values()]
+        whole = torch.from_numpy(flat)
         if self._is_persistent:
             whole = self._copy(name, whole)
-        return dict(zip(columns, whole.split([len(array) for array in arrays]), strict=True))
+        return dict(zip(columns, whole.split(sizes), strict=True))
 
     def _copy(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda":
