@@ -156,10 +156,10 @@ LAYOUTS = ["heads", "tokens", "padded"]
 
 
 def random_contents(step: Step, heads: int, dim: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """By span, a vector for each position up to its end. Padding is NaN."""
+    """By span, a vector for each position up to its end. Padding is infinite: among NaN it would show."""
     contents = [torch.randn(span.end, heads, dim, generator=generator) for span in step.spans]
     for index in set(range(len(step.spans))) - set(step.real):
-        contents[index].fill_(math.nan)
+        contents[index].fill_(math.inf)
     return contents
 
 

@@ -1,6 +1,7 @@
 """Each kind of row that a step may have, for each kernel: ragged, mixed, chunked, padded and recycled.
 
-Padding is full of NaN. It gives zero, and neither another row nor a byte of the arena shows that it was there.
+Padding is full of NaN and infinity. It gives zero, and neither another row nor a byte of the arena shows that it was
+there.
 """
 
 from __future__ import annotations
