@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import hybridkv.engine.runner
-import hybridkv.engine.seams.frame
 import hybridkv.engine.seams.functions
 import hybridkv.engine.seams.stand_in
+import hybridkv.engine.tables
 from hybridkv.cache import CopyPage, Segment, StepTables
 from hybridkv.sight import Sight
 from tests.engine.drive import Driver
 from tests.engine.zoo import FAMILIES, build, prompt
 
 runner_module: Any = hybridkv.engine.runner
-frame_module: Any = hybridkv.engine.seams.frame
+tables_module: Any = hybridkv.engine.tables
 functions: Any = hybridkv.engine.seams.functions
 stand_in: Any = hybridkv.engine.seams.stand_in
 
@@ -49,12 +49,12 @@ def noticed() -> Iterator[None]:
 
 
 def change_segments(patch: pytest.MonkeyPatch, change: Callable[[list[list[Segment]]], list[list[Segment]]]) -> None:
-    make = frame_module.make_segment_table
+    make = tables_module.make_segment_table
 
     def changed(spans: Any, segments: Sequence[Sequence[Segment]], **options: Any) -> Any:
         return make(spans, change([list(one) for one in segments]), **options)
 
-    patch.setattr(frame_module, "make_segment_table", changed)
+    patch.setattr(tables_module, "make_segment_table", changed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,14 +118,14 @@ def test_convolution_inputs_forgotten(family: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("offset", [-1, 1])
 @pytest.mark.parametrize("family", LOCAL)
 def test_a_window_off_by_one(family: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = runner_module.make_token_table
+    make = tables_module.make_token_table
 
     def wrong(*args: Any, sight: Sight, **options: Any) -> Any:
         window = sight.window + offset if sight.window else None
         chunk = sight.chunk + offset if sight.chunk else None
         return make(*args, sight=Sight(window, chunk), **options)
 
-    monkeypatch.setattr(runner_module, "make_token_table", wrong)
+    monkeypatch.setattr(tables_module, "make_token_table", wrong)
     with noticed():
         live(family)
 
@@ -164,14 +164,14 @@ def test_positions_that_count_the_packed_row(family: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_page_of_another_request(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = runner_module.make_token_table
+    make = tables_module.make_token_table
 
     def wrong(spans: Any, tables: Any, **options: Any) -> Any:
         if len(tables) > 1:
             tables = [tables[0], type(tables[1])("i", [tables[0][0], *tables[1][1:]]), *tables[2:]]
         return make(spans, tables, **options)
 
-    monkeypatch.setattr(runner_module, "make_token_table", wrong)
+    monkeypatch.setattr(tables_module, "make_token_table", wrong)
     with noticed():
         live(family)
 

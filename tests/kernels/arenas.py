@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from hybridkv.kernels.spans import Span
+from hybridkv.kernels.spans import PADDED, Span
 from hybridkv.kernels.tokens import TokenTable, make_token_table
+from hybridkv.memory import Uploader
 from hybridkv.sight import Sight
 
 CPU = torch.device("cpu")
@@ -43,9 +45,34 @@ class Step:
     def slot(self, index: int, position: int) -> tuple[int, int]:
         return self.tables[index][position // self.block_tokens], position % self.block_tokens
 
+    def is_padding(self, index: int) -> bool:
+        return self.tables[index][-1] == PADDED
+
+    @property
+    def real(self) -> list[int]:
+        """Spans that are no padding."""
+        return [index for index in range(len(self.spans)) if not self.is_padding(index)]
+
+    @property
+    def real_rows(self) -> list[int]:
+        return [row for i in self.real for row in range(self.spans[i].row, self.spans[i].row + self.spans[i].length)]
+
+    @property
+    def without_padding(self) -> Step:
+        """The same requests, with the same pages."""
+        spans, row = [], 0
+        for index in self.real:
+            spans.append(self.spans[index]._replace(row=row))
+            row += spans[-1].length
+        return replace(self, spans=spans, tables=[self.tables[index] for index in self.real])
+
     def table(self) -> TokenTable:
         return make_token_table(
-            self.spans, self.tables, block_tokens=self.block_tokens, device=CPU, sight=Sight(self.window, self.chunk)
+            self.spans,
+            self.tables,
+            block_tokens=self.block_tokens,
+            uploader=Uploader(CPU),
+            sight=Sight(self.window, self.chunk),
         )
 
 
@@ -61,19 +88,29 @@ def steps(draw: Any, max_spans: int = 6) -> Step:
     )
     lengths = st.one_of(st.just(1), st.integers(1, 4), st.integers(1, 40))
     parts = draw(st.lists(st.tuples(st.integers(0, 70), lengths), min_size=1, max_size=max_spans))
-    return make_step([(start, start + length) for start, length in parts], block_tokens, window, chunk)
+    padded = draw(st.sets(st.integers(0, len(parts) - 1))) if draw(st.booleans()) else set()
+    return make_step([(start, start + length) for start, length in parts], block_tokens, window, chunk, padded)
 
 
 def make_step(
-    ranges: list[tuple[int, int]], block_tokens: int = 4, window: int | None = None, chunk: int | None = None
+    ranges: list[tuple[int, int]],
+    block_tokens: int = 4,
+    window: int | None = None,
+    chunk: int | None = None,
+    padded: Collection[int] = (),
 ) -> Step:
-    """Pages are dealt in turn; blocks that no query sees get the null page. Tables are longer than needed."""
+    """Pages are dealt in turn; blocks that no query sees get the null page. Tables are longer than needed.
+
+    The spans in `padded` are padding: they have no pages.
+    """
     step = Step(block_tokens, window, chunk, [], [], 0)
     row = 0
     for start, end in ranges:
         step.spans.append(Span(row, start, end))
         row += end - start
         step.tables.append(array("i", [0] * (step.first_visible(start) // block_tokens)))
+    for index in padded:
+        step.tables[index] = array("i", [PADDED] * (ranges[index][1] // block_tokens + 2))
     page = 1
     for block in range(max(end for _, end in ranges) // block_tokens + 2):
         for span, table in zip(step.spans, step.tables, strict=True):
@@ -108,7 +145,8 @@ class Arena:
 
     def put_past(self, view: torch.Tensor, contents: list[torch.Tensor]) -> None:
         """Tokens of earlier steps that this one sees. contents: by span, [end, H, D]."""
-        for index, span in enumerate(self.step.spans):
+        for index in self.step.real:
+            span = self.step.spans[index]
             for position in range(self.step.first_visible(span.start), span.start):
                 view[self.step.slot(index, position)] = contents[index][position].to(view.dtype)
 
@@ -118,8 +156,11 @@ LAYOUTS = ["heads", "tokens", "padded"]
 
 
 def random_contents(step: Step, heads: int, dim: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """By span, a vector for each position up to its end."""
-    return [torch.randn(span.end, heads, dim, generator=generator) for span in step.spans]
+    """By span, a vector for each position up to its end. Padding is infinite: among NaN it would show."""
+    contents = [torch.randn(span.end, heads, dim, generator=generator) for span in step.spans]
+    for index in set(range(len(step.spans))) - set(step.real):
+        contents[index].fill_(math.inf)
+    return contents
 
 
 def packed(step: Step, contents: list[torch.Tensor]) -> torch.Tensor:
@@ -136,10 +177,13 @@ def reference(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Query after query, head after head, in float64."""
+    """Query after query, head after head, in float64. Padding gives zero."""
     num_folded = query.shape[1] // keys[0].shape[1]
     rows = []
-    for span, key, value in zip(step.spans, keys, values, strict=True):
+    for index, (span, key, value) in enumerate(zip(step.spans, keys, values, strict=True)):
+        if step.is_padding(index):
+            rows += [torch.zeros(query.shape[1], value.shape[-1], dtype=torch.float64)] * span.length
+            continue
         for position in range(span.start, span.end):
             seen = slice(step.first_visible(position), position + 1)
             q = query[span.row + position - span.start].double()

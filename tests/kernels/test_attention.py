@@ -44,7 +44,8 @@ class Problem:
         self.arena = Arena(step, layout, heads[0], dims, arena_dtype)
         self.table = step.table()
         num_queries = heads[0] * heads[1]
-        self.query = torch.randn(step.num_tokens, num_queries, dims[0], generator=generator)
+        self.query = torch.full((step.num_tokens, num_queries, dims[0]), math.nan)
+        self.query[step.real_rows] = torch.randn(len(step.real_rows), num_queries, dims[0], generator=generator)
         self.extras: dict[str, Any] = {
             "scale": SCALE,
             "sinks": torch.randn(num_queries, generator=generator) if sinks else None,

@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.cache import CacheLayout, Role, StepTables
+from hybridkv.cache import CacheLayout, StepTables
 from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
+from hybridkv.engine.tables import TableMaker
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.spans import Span
-from hybridkv.kernels.tokens import make_token_table
-from hybridkv.memory import Memory
+from hybridkv.memory import Memory, Uploader
 
 
 class Work(NamedTuple):
@@ -50,7 +50,8 @@ class Runner:
         self.model = model
         self.memory = memory
         self.device = memory.device
-        self._groups = [group for group in layout.token_groups if group.role is not Role.TAP]
+        self.uploader = Uploader(memory.device)
+        self._tables = TableMaker(model, memory, layout, self.uploader)
         self._cache = PagedCache()
         self._hooks: list[Any] = []
         self._frame: Frame | None = None
@@ -69,16 +70,17 @@ class Runner:
         spans = _spans(work)
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         last = [span.row + span.length - 1 for span, one in zip(spans, work, strict=True) if one.wants_logits]
-        rows, places, keep = self._to_device(tokens, positions, np.array(last, dtype=np.int64))
-        frame = self._make_frame(work, spans, places)
+        self.uploader.begin()
+        step = self.uploader.send("step", tokens=tokens, positions=positions, last=last)
+        frame = Frame(self.memory, step["positions"], self._tables.make(spans, [one.tables for one in work]))
         inputs: dict[str, Any] = {
-            "input_ids": rows[None],
+            "input_ids": step["tokens"][None],
             self._cache_argument: self._cache,
             "use_cache": False,
-            "logits_to_keep": keep,
+            "logits_to_keep": step["last"],
         }
         if self._takes_positions:
-            inputs["position_ids"] = places[None]
+            inputs["position_ids"] = step["positions"][None]
         return self._forward(frame, inputs)
 
     def _forward(self, frame: Frame, inputs: dict[str, Any]) -> torch.Tensor:
@@ -121,25 +123,6 @@ class Runner:
                 observer.after_layer(index, self._frame, hidden[0])
 
         return hook
-
-    def _make_frame(self, work: Sequence[Work], spans: Sequence[Span], positions: torch.Tensor) -> Frame:
-        tables = {
-            group.name: make_token_table(
-                spans,
-                [one.tables.tables[group.name] for one in work],
-                block_tokens=work[0].tables.block_tokens,
-                device=self.device,
-                sight=group.sight,
-            )
-            for group in self._groups
-        }
-        segments = {name: [one.tables.segments[name] for one in work] for name in work[0].tables.segments}
-        return Frame(self.memory, positions, spans, tables, segments)
-
-    def _to_device(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        """One transfer for all of them, as int64."""
-        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(self.device, non_blocking=True)
-        return flat.split([len(array) for array in arrays])  # type: ignore[no-any-return]
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:

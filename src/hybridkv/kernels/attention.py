@@ -111,9 +111,10 @@ def attend_visible(
 def _attend(query: torch.Tensor, source: Source, table: TokenTable, extras: Extras) -> torch.Tensor:
     num_tokens, num_query_heads, dim = query.shape
     query = query.reshape(num_tokens, source.num_heads, -1, dim)  # [N, H, folded, D]
-    if len(table.buckets) == 1 and not table.tiled_spans:
+    if len(table.buckets) == 1 and not table.tiled_spans and table.kept is None:
         return _attend_bucket(query, table.buckets[0], source, table, extras).flatten(1, 2)
-    output = query.new_empty((*query.shape[:3], source.value_dim))
+    make = query.new_empty if table.kept is None else query.new_zeros  # padding comes out as zero
+    output = make((*query.shape[:3], source.value_dim))
     for bucket in table.buckets:
         output[bucket.rows] = _attend_bucket(query[bucket.rows], bucket, source, table, extras)
     for span in table.tiled_spans:

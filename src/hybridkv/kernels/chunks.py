@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.longs import LongSpan, RowSegment
 from hybridkv.kernels.pages import Pages
+from hybridkv.memory import Uploader
 
 MIN_CHUNK_TOKENS = 8
 CPU_BLOCK_BYTES = 2 << 20
@@ -125,54 +126,71 @@ def write_states(state: Tensor, states: Tensor, step: Step) -> None:
         dst.write(done, states)
 
 
-def make_schedule(longs: list[LongSpan], chunk_tokens: int, device: torch.device) -> Schedule:
-    longest = max(end - row for long in longs for row, end, _, _ in long.segments)
+class _Chunk(NamedTuple):
+    """A chunk of one segment."""
+
+    row: int
+    length: int
+    dst: int | None
+    """The page that its state goes to, if its segment ends here."""
+
+
+class _End(NamedTuple):
+    """A state that is complete: its place among those of the step, and its page."""
+
+    place: int
+    dst: int
+
+
+def make_schedule(longs: list[LongSpan], chunk_tokens: int, uploader: Uploader, name: str) -> Schedule:
+    longest = max(segment.length for long in longs for segment in long.segments)
     c = min(chunk_tokens, max(MIN_CHUNK_TOKENS, 1 << (longest - 1).bit_length()))
-    # A chunk: (first row, tokens, page to write after it or None).
     chunks = [[chunk for segment in long.segments for chunk in _cut(segment, c)] for long in longs]
     order = sorted(range(len(longs)), key=lambda i: -len(chunks[i]))
-    steps: list[tuple[int, list[tuple[int, int]]]] = []
-    flat: list[tuple[int, int]] = []
-    for depth in range(len(chunks[order[0]])):
-        now = [chunks[i][depth] for i in order if depth < len(chunks[i])]
-        flat += [(row, length) for row, length, _ in now]
-        steps.append((len(now), [(place, dst) for place, (_, _, dst) in enumerate(now) if dst is not None]))
-    first_rows, lengths = (list(column) for column in zip(*flat, strict=True))
+    by_step = [[chunks[i][depth] for i in order if depth < len(chunks[i])] for depth in range(len(chunks[order[0]]))]
+    ends = [[_End(at, chunk.dst) for at, chunk in enumerate(now) if chunk.dst is not None] for now in by_step]
+    first_rows = [chunk.row for now in by_step for chunk in now]
+    lengths = [chunk.length for now in by_step for chunk in now]
     inside = np.minimum(np.arange(c)[None], np.array(lengths)[:, None] - 1)
     rows = np.array(first_rows)[:, None] + inside
     mask = np.arange(c)[None] < np.array(lengths)[:, None]
-    src = [longs[i].segments[0][2] for i in order]
-    ends = [end for _, ends in steps for end in ends]
-    columns = [src, rows.ravel(), mask.ravel(), rows[mask], np.flatnonzero(mask), *np.array(ends).T]
-    tensors = upload(columns, device)
+    sent = uploader.send(
+        name,
+        src=[longs[i].segments[0].src for i in order],
+        rows=rows,
+        mask=mask,
+        tokens=rows[mask],
+        places=np.flatnonzero(mask),
+        which=[end.place for here in ends for end in here],
+        dst=[end.dst for here in ends for end in here],
+    )
     return Schedule(
         chunk_tokens=c,
         first_rows=first_rows,
         lengths=lengths,
         offsets=[0, *np.cumsum(lengths).tolist()],
-        steps=_make_steps(steps, *tensors[5:]),
-        src=tensors[0],
-        rows=tensors[1],
-        mask=tensors[2].view(-1, c).bool(),
-        tokens=tensors[3],
-        places=tensors[4],
+        steps=_make_steps([len(now) for now in by_step], ends, sent["which"], sent["dst"]),
+        src=sent["src"],
+        rows=sent["rows"],
+        mask=sent["mask"].view(-1, c).bool(),
+        tokens=sent["tokens"],
+        places=sent["places"],
     )
 
 
-def _cut(segment: tuple[int, int, int, int], chunk_tokens: int) -> list[tuple[int, int, int | None]]:
-    row, end, _, dst = segment
-    starts = range(row, end, chunk_tokens)
-    return [(at, min(chunk_tokens, end - at), dst if at == starts[-1] else None) for at in starts]
+def _cut(segment: RowSegment, chunk_tokens: int) -> list[_Chunk]:
+    starts = range(segment.row, segment.end, chunk_tokens)
+    return [_Chunk(at, min(chunk_tokens, segment.end - at), segment.dst if at == starts[-1] else None) for at in starts]
 
 
-def _make_steps(steps: list[tuple[int, list[tuple[int, int]]]], which: Tensor, dst: Tensor) -> list[Step]:
-    """steps: (chunks, [(place, page to write)]); which, dst: the places and pages of all steps, on the device"""
+def _make_steps(counts: list[int], ends: list[list[_End]], which: Tensor, dst: Tensor) -> list[Step]:
+    """counts: chunks of each step; which, dst: the places and pages of the ends of all steps, on the device"""
     made: list[Step] = []
     first = begin = 0
-    for count, ends in steps:
-        here = slice(begin, begin + len(ends))
-        pages = Pages(dst[here], [page for _, page in ends])
-        write = Write(None if len(ends) == count else which[here], pages) if ends else None
+    for count, now in zip(counts, ends, strict=True):
+        here = slice(begin, begin + len(now))
+        pages = Pages(dst[here], [end.dst for end in now])
+        write = Write(None if len(now) == count else which[here], pages) if now else None
         made.append(Step(first, first + count, write))
         first, begin = first + count, here.stop
     return made

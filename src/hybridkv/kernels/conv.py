@@ -29,7 +29,7 @@ def conv(
         _near(x, taps, finish, states, table.edges(weight.shape[1] - 1), out)
     if table.ones is not None:
         table.ones.put(finish(_one_token(x, taps, states, table.ones)), out)
-    return out
+    return table.blank(out)
 
 
 class _Finish:

@@ -44,7 +44,7 @@ def _delta(
         _long(q, k, v, g, beta, states, table.schedule(chunk_tokens(q.device)), l2norm, out)
     if table.ones is not None:
         _one_token(q, k, v, g, beta, states, table.ones, l2norm, out)
-    return out
+    return table.blank(out)
 
 
 def _unit(x: Tensor, scale: float, l2norm: bool) -> Tensor:

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.longs import LongSpan
 from hybridkv.kernels.pages import Pages
+from hybridkv.memory import Uploader
 
 
 class Edges(NamedTuple):
@@ -37,39 +37,53 @@ class Edges(NamedTuple):
     far_dst: Pages
 
 
-def make_edges(longs: list[LongSpan], reach: int, device: torch.device) -> Edges:
+class _End(NamedTuple):
+    """Where a segment ends: the first of its last inputs, and the page they are kept in."""
+
+    first: int
+    dst: int
+
+
+def make_edges(longs: list[LongSpan], reach: int, uploader: Uploader, name: str) -> Edges:
     ahead = np.arange(reach)
     first_rows, near_rows, near_places = [], [], []
-    near: list[tuple[int, int]] = []
-    far: list[tuple[int, int]] = []
+    near: list[_End] = []
+    far: list[_End] = []
     for i, (span, segments) in enumerate(longs):
         is_there = ahead < span.length
         first_rows.append(span.row + np.minimum(ahead, span.length - 1))
         near_rows.append(span.row + ahead[is_there])
         near_places.append(i * reach + ahead[is_there])
-        for _, end, _, dst in segments:
-            tokens = end - span.row
+        for segment in segments:
+            tokens = segment.end - span.row
             if tokens < reach:
-                near.append((2 * reach * i + tokens, dst))
+                near.append(_End(2 * reach * i + tokens, segment.dst))
             else:
-                far.append((end - reach, dst))
-    near_dst, far_dst = ([dst for _, dst in ends] for ends in (near, far))
-    windows = [_windows((first for first, _ in ends), ahead) for ends in (near, far)]
-    rows = [np.concatenate(arrays) for arrays in (first_rows, near_rows, near_places)]
-    src = [long.segments[0][2] for long in longs]
-    columns = upload([src, *rows, *windows, near_dst, far_dst], device)
+                far.append(_End(segment.end - reach, segment.dst))
+    near_dst, far_dst = [end.dst for end in near], [end.dst for end in far]
+    sent = uploader.send(
+        name,
+        src=[long.segments[0].src for long in longs],
+        first_rows=np.concatenate(first_rows),
+        near_rows=np.concatenate(near_rows),
+        near_places=np.concatenate(near_places),
+        near_windows=_windows(near, ahead),
+        near_dst=near_dst,
+        far_windows=_windows(far, ahead),
+        far_dst=far_dst,
+    )
     return Edges(
-        src=columns[0],
-        first_rows=columns[1],
-        near_rows=columns[2],
-        near_places=columns[3],
-        near_windows=columns[4],
-        near_dst=Pages(columns[6], near_dst),
-        far_windows=columns[5],
-        far_dst=Pages(columns[7], far_dst),
+        src=sent["src"],
+        first_rows=sent["first_rows"],
+        near_rows=sent["near_rows"],
+        near_places=sent["near_places"],
+        near_windows=sent["near_windows"],
+        near_dst=Pages(sent["near_dst"], near_dst),
+        far_windows=sent["far_windows"],
+        far_dst=Pages(sent["far_dst"], far_dst),
     )
 
 
-def _windows(firsts: Iterable[int], ahead: np.ndarray) -> np.ndarray:
-    starts = np.array(list(firsts), dtype=np.int64)
+def _windows(ends: Iterable[_End], ahead: np.ndarray) -> np.ndarray:
+    starts = np.array([end.first for end in ends], dtype=np.int64)
     return np.asarray(starts[:, None] + ahead).ravel()

@@ -1,27 +1,27 @@
-"""Spans of more than one token, and their way to the device."""
+"""Spans of more than one token, by rows of the packed step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from hybridkv.kernels.spans import Span
 
 
+class RowSegment(NamedTuple):
+    """Rows [row, end) of the packed step, with the pages their state is read from and written to."""
+
+    row: int
+    end: int
+    src: int
+    dst: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.row
+
+
 class LongSpan(NamedTuple):
-    """One request's segments by rows of the packed step."""
+    """One request's segments."""
 
     span: Span
-    segments: list[tuple[int, int, int, int]]
-    """(first row, end row, src page, dst page)"""
-
-
-def upload(columns: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
-    """Index tensors of several columns, in one transfer."""
-    arrays = [np.asarray(column, dtype=np.int64) for column in columns]
-    together = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-    return list(together.split([len(array) for array in arrays]))
+    segments: list[RowSegment]

@@ -43,7 +43,7 @@ def mamba2(
         _one_token(x, dt, g, b, c, states, table.ones, y)
     if d is not None:
         y.addcmul_(x.float(), d.float() if d.dim() == 2 else d.float().unsqueeze(-1))
-    return y
+    return table.blank(y)
 
 
 def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -134,7 +134,7 @@ def mamba1(
         y.addcmul_(x.float(), d.float())
     if z is not None:
         y *= functional.silu(z.float())
-    return y.to(x.dtype)
+    return table.blank(y).to(x.dtype)
 
 
 def _one_token1(

@@ -6,18 +6,18 @@ scan. Knows pages by number only, and nothing of what a state means.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridkv.cache import Segment
 from hybridkv.kernels.chunks import Schedule, make_schedule
 from hybridkv.kernels.edges import Edges, make_edges
-from hybridkv.kernels.longs import LongSpan, upload
+from hybridkv.kernels.longs import LongSpan, RowSegment
 from hybridkv.kernels.pages import Pages
-from hybridkv.kernels.spans import Span
+from hybridkv.kernels.spans import PADDED, Span
+from hybridkv.memory import Uploader
 
 
 class Ones(NamedTuple):
@@ -40,16 +40,39 @@ class Ones(NamedTuple):
             out.index_copy_(0, self.rows, y.to(out.dtype))
 
 
+class StateNeed(NamedTuple):
+    """What the kernels of a layer ask of its table."""
+
+    reach: int | None
+    """Tokens that its convolution looks back."""
+    chunk_tokens: int | None
+    """The longest chunk of its scan."""
+
+
 class SegmentTable:
     """One state group's segments in a step (of one of the pages a state may be cut into)."""
 
-    def __init__(self, ones: Ones | None, longs: list[LongSpan], num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, ones: Ones | None, longs: list[LongSpan], padded: Tensor | None, uploader: Uploader, name: str
+    ) -> None:
         self.ones = ones
-        self.num_tokens = num_tokens
-        self.device = device
+        self.padded = padded
+        """[n]: rows of the packed step that are padding, if any are."""
         self._longs = longs
+        self._uploader = uploader
+        self._name = name
         self._schedules: dict[int, Schedule] = {}
         self._edges: dict[int, Edges] = {}
+
+    def prepare(self, needs: Iterable[StateNeed]) -> None:
+        """Make all that kernels will ask for, so that they make nothing while the model runs."""
+        if not self.has_long:
+            return
+        for need in needs:
+            if need.reach is not None:
+                self.edges(need.reach)
+            if need.chunk_tokens is not None:
+                self.schedule(need.chunk_tokens)
 
     @property
     def has_long(self) -> bool:
@@ -58,39 +81,56 @@ class SegmentTable:
     def schedule(self, chunk_tokens: int) -> Schedule:
         """The longer spans in chunks of at most `chunk_tokens`, a power of two; less if no segment fills one."""
         if chunk_tokens not in self._schedules:
-            self._schedules[chunk_tokens] = make_schedule(self._longs, chunk_tokens, self.device)
+            name = f"{self._name}.chunks{chunk_tokens}"
+            self._schedules[chunk_tokens] = make_schedule(self._longs, chunk_tokens, self._uploader, name)
         return self._schedules[chunk_tokens]
 
     def edges(self, reach: int) -> Edges:
         """The longer spans as a convolution sees them that reaches `reach` tokens back."""
         if reach not in self._edges:
-            self._edges[reach] = make_edges(self._longs, reach, self.device)
+            self._edges[reach] = make_edges(self._longs, reach, self._uploader, f"{self._name}.edges{reach}")
         return self._edges[reach]
+
+    def blank(self, out: Tensor) -> Tensor:
+        """Padding comes out as zero. out: [N, ...]"""
+        return out if self.padded is None else out.index_fill_(0, self.padded, 0)
 
 
 def make_segment_table(
-    spans: Sequence[Span], segments: Sequence[Sequence[Segment]], *, page: int = 0, device: torch.device
+    spans: Sequence[Span],
+    segments: Sequence[Sequence[Segment]],
+    *,
+    page: int = 0,
+    uploader: Uploader,
+    name: str = "segments",
 ) -> SegmentTable:
-    """segments[i] covers span i; `page` says which of the pages of a state, where it is cut into several."""
+    """segments[i] covers span i; `page` says which of the pages of a state, where it is cut into several.
+
+    Spans whose pages are `PADDED` get no state: kernels pass over them.
+    """
     one_rows: list[int] = []
     src_pages: list[int] = []
     dst_pages: list[int] = []
+    padded: list[int] = []
     longs: list[LongSpan] = []
     for span, parts in zip(spans, segments, strict=True):
         _check(span, parts)
-        if span.length == 1:
+        if parts[-1].dst[page] == PADDED:
+            padded += range(span.row, span.row + span.length)
+        elif span.length == 1:
             one_rows.append(span.row)
             src_pages.append(parts[0].src[page])
             dst_pages.append(parts[0].dst[page])
         else:
             shift = span.row - span.start
-            rows = [(part.start + shift, part.end + shift, part.src[page], part.dst[page]) for part in parts]
+            rows = [RowSegment(one.start + shift, one.end + shift, one.src[page], one.dst[page]) for one in parts]
             longs.append(LongSpan(span, rows))
+    sent = uploader.send(name, rows=one_rows, src=src_pages, dst=dst_pages, padded=padded)
     ones = None
     if one_rows:
-        rows, src, dst = upload([one_rows, src_pages, dst_pages], device)
-        ones = Ones(rows if longs else None, Pages(src, src_pages), Pages(dst, dst_pages))
-    return SegmentTable(ones, longs, sum(span.length for span in spans), device)
+        rows_there = sent["rows"] if longs or padded else None
+        ones = Ones(rows_there, Pages(sent["src"], src_pages), Pages(sent["dst"], dst_pages))
+    return SegmentTable(ones, longs, sent["padded"] if padded else None, uploader, name)
 
 
 def _check(span: Span, parts: Sequence[Segment]) -> None:

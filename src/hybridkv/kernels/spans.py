@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+PADDED = -1
+"""In place of a page: the span is padding. Nothing is read or written for it, and its rows of every result are zero."""
+
 
 class Span(NamedTuple):
     """One request's tokens in a packed step."""

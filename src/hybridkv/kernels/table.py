@@ -7,21 +7,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hybridkv.kernels.cover import Tile, Visible
+from hybridkv.memory import Uploader
 from hybridkv.sight import Sight
 
 Ints = NDArray[np.int64]
+
+
+class AttentionNeed(NamedTuple):
+    """What the attention of a layer asks of its table."""
+
+    dtype: torch.dtype
+    """Of its queries."""
+    num_folded: int
+    """Query heads that share a KV head."""
+    is_fused: bool
+    """It needs no mask where causality is all that hides keys."""
+    pitches: tuple[int, ...] | None
+    """Not None: its tokens are gathered before. Slots from one page to the next, where that is a whole number."""
+
+
+class Kept(NamedTuple):
+    """The tokens of a step that are no padding: their rows, and where each is written."""
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+    offsets: torch.Tensor
 
 
 @dataclass(slots=True)
 class Bucket:
     """Spans of one short length, batched: S queries each, L = blocks * block_tokens gathered slots each."""
 
+    at: int
+    """Its place among the buckets."""
     members: list[int]
     """Which spans, in row order."""
     num_queries: int
@@ -65,13 +90,17 @@ class TokenTable:
 
     block_tokens: int
     sight: Sight
-    device: torch.device
+    uploader: Uploader
+    name: str
     visibles: list[Visible]
+    """Of each span that is no padding."""
     visible_lengths: list[int]
     """Tokens each span sees."""
     pages: torch.Tensor
     offsets: torch.Tensor
-    """[N]: where each token of the step is written."""
+    """[N]: where each token of the step is written; -1 for padding."""
+    kept: Kept | None
+    """What is written, if some tokens are padding."""
     buckets: list[Bucket]
     tiled_spans: list[TiledSpan]
     host_pages: list[Ints]
@@ -79,6 +108,25 @@ class TokenTable:
     bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     columns: dict[tuple[torch.dtype, Tile], torch.Tensor] = field(default_factory=dict)
     buffers: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+    grid_rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.uploader.device
+
+    def prepare(self, need: AttentionNeed) -> None:
+        """Make all that a layer's attention will ask for, so that it makes nothing while the model runs."""
+        for bucket in self.buckets:
+            self.mask(bucket, need.dtype, need.num_folded)
+        for span in self.tiled_spans:
+            for tile in span.tiles if not (span.square and need.is_fused) else ():
+                self.band(tile, need.dtype)
+        if need.pitches is not None:
+            _ = self.visible_slots
+            for bucket in self.buckets:
+                self.picks(bucket)
+            for pitch in need.pitches:
+                self.visible_rows(pitch)
 
     def buffer(self, name: str, num_pages: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Room for pages gathered from a view, [num_pages, *shape]. All layers and buckets share it.
@@ -109,9 +157,20 @@ class TokenTable:
             pages[at // self.block_tokens - v.first_block]
             for pages, at, v in zip(self.host_pages, tokens, self.visibles, strict=True)
         ]
-        both = np.stack([np.concatenate(pages), np.concatenate(tokens) % self.block_tokens])
-        slots = torch.from_numpy(both).to(self.device)
-        return slots[0], slots[1]
+        none = np.empty(0, dtype=np.int64)  # all may be padding
+        sent = self.uploader.send(
+            f"{self.name}.visible",
+            pages=np.concatenate([none, *pages]),
+            offsets=np.concatenate([none, *tokens]) % self.block_tokens,
+        )
+        return sent["pages"], sent["offsets"]
+
+    def visible_rows(self, pitch: int) -> torch.Tensor:
+        """Every visible token in a grid of tokens with so many from one page to the next: [K]."""
+        if pitch not in self.grid_rows:
+            pages, offsets = self.visible_slots
+            self.grid_rows[pitch] = pages * pitch + offsets
+        return self.grid_rows[pitch]
 
     def picks(self, bucket: Bucket) -> torch.Tensor | slice:
         """A bucket's slots as indices of the visible tokens. Padding repeats a token that its span does see."""
@@ -128,7 +187,7 @@ class TokenTable:
                 at = origins[:, None] + slots - first[:, None]
                 lengths = np.array([self.visible_lengths[i] for i in bucket.members])
                 picks = np.clip(at, 0, lengths[:, None] - 1) + starts[:, None]
-                bucket.picks = torch.from_numpy(picks.reshape(-1)).to(self.device)
+                bucket.picks = self.uploader.send(f"{self.name}.picks{bucket.at}", picks=picks)["picks"]
         return bucket.picks
 
     def mask(self, bucket: Bucket, dtype: torch.dtype, num_folded: int) -> torch.Tensor | None:
@@ -157,11 +216,11 @@ class TokenTable:
             return None
         if dtype not in self.bands:
             self.bands[dtype] = self._make_band(dtype)
-        if self.device.type == "cpu":
-            return self._columns(tile, dtype)
         key = (dtype, tile)
-        if key not in self.columns:  # GPU kernels read aligned rows: they need a copy
-            self.columns[key] = self._columns(tile, dtype).contiguous()
+        if key not in self.columns:
+            columns = self._columns(tile, dtype)
+            # GPU kernels read aligned rows: they need a copy.
+            self.columns[key] = columns if self.device.type == "cpu" else columns.contiguous()
         return self.columns[key]
 
     def _columns(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:

@@ -7,31 +7,19 @@ anything, even what a failed request left there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Visible, cut_tiles, fill_buckets, is_square, see
-from hybridkv.kernels.spans import Span
-from hybridkv.kernels.table import Bucket, Ints, TiledSpan, TokenTable
+from hybridkv.kernels.spans import PADDED, Span
+from hybridkv.kernels.table import Bucket, Ints, Kept, TiledSpan, TokenTable
+from hybridkv.memory import Column, Uploader
 from hybridkv.sight import Sight
 
 __all__ = ["TokenTable", "gather_tokens", "make_token_table", "write_tokens"]
-
-
-class _Freight:
-    """Small host arrays on their way to the device in one transfer."""
-
-    def __init__(self) -> None:
-        self.parts: list[Ints] = []
-
-    def add(self, *parts: Ints) -> None:
-        self.parts += parts
-
-    def send(self, device: torch.device) -> list[torch.Tensor]:
-        whole = torch.from_numpy(np.concatenate(self.parts)).to(device)
-        return list(whole.split([part.size for part in self.parts]))
 
 
 def make_token_table(
@@ -39,41 +27,45 @@ def make_token_table(
     tables: Sequence[array[int] | Sequence[int]],
     *,
     block_tokens: int,
-    device: torch.device,
+    uploader: Uploader,
+    name: str = "tokens",
     sight: Sight,
 ) -> TokenTable:
-    """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen."""
+    """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen.
+
+    A span whose pages are `PADDED` sees nothing and is not written.
+    """
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
-    bucket_tokens = BUCKET_TOKENS_CPU * torch.get_num_threads() if device.type == "cpu" else None
-    buckets = fill_buckets(visibles, block_tokens, bucket_tokens)
-    short = {index for bucket in buckets for index in bucket}
-    long = [index for index in range(len(spans)) if index not in short]
-
-    freight = _Freight()
-    freight.add(*_write_slots(visibles, host_pages, block_tokens))
-    for members in buckets:
-        freight.add(*_bucket_arrays(members, visibles, host_pages, sight, block_tokens))
-    freight.add(*(host_pages[index] for index in long))
-    pages, offsets, *rest = freight.send(device)
-
-    starts = np.cumsum([0, *(visible.num_tokens for visible in visibles)]).tolist()
+    pages, offsets = _write_slots(visibles, host_pages, block_tokens)
+    columns: dict[str, Column] = {"pages": pages, "offsets": offsets}
+    is_padded = pages.min() == PADDED
+    if is_padded:
+        offsets[pages == PADDED] = PADDED
+        columns |= _kept_columns(pages, offsets)
+        real = [index for index, its_pages in enumerate(host_pages) if its_pages[-1] != PADDED]
+        visibles, host_pages = [visibles[index] for index in real], [host_pages[index] for index in real]
+    cover = _Cover(visibles, host_pages, sight, block_tokens)
+    on_cpu = uploader.device.type == "cpu"
+    buckets = fill_buckets(visibles, block_tokens, BUCKET_TOKENS_CPU * torch.get_num_threads() if on_cpu else None)
+    short = {index for members in buckets for index in members}
+    long = [index for index in range(len(visibles)) if index not in short]
+    for at, members in enumerate(buckets):
+        columns |= cover.bucket_columns(at, members)
+    columns |= {f"span{index}.pages": host_pages[index] for index in long}
+    sent = uploader.send(name, **columns)
     return TokenTable(
         block_tokens=block_tokens,
         sight=sight,
-        device=device,
+        uploader=uploader,
+        name=name,
         visibles=visibles,
         visible_lengths=[visible.num_tokens for visible in visibles],
-        pages=pages,
-        offsets=offsets,
-        buckets=[
-            _make_bucket(members, visibles, block_tokens, rest[5 * at : 5 * at + 5])
-            for at, members in enumerate(buckets)
-        ],
-        tiled_spans=[
-            _make_tiled(visibles[index], sight, span_pages, slice(starts[index], starts[index + 1]), block_tokens)
-            for index, span_pages in zip(long, rest[5 * len(buckets) :], strict=True)
-        ],
+        pages=sent["pages"],
+        offsets=sent["offsets"],
+        kept=Kept(sent["kept.rows"], sent["kept.pages"], sent["kept.offsets"]) if is_padded else None,
+        buckets=[cover.bucket(at, members, sent) for at, members in enumerate(buckets)],
+        tiled_spans=cover.tiled_spans(long, sent),
         host_pages=host_pages,
     )
 
@@ -84,7 +76,7 @@ def _visible_pages(table: array[int] | Sequence[int], visible: Visible) -> Ints:
 
 
 def _write_slots(visibles: Sequence[Visible], host_pages: Sequence[Ints], block_tokens: int) -> tuple[Ints, Ints]:
-    """Page and offset of every token of the step: [N], [N]."""
+    """Page and offset of every token of the step: [N], [N]. Pages of padding are `PADDED`."""
     spans = [visible.span for visible in visibles]
     lengths = [span.length for span in spans]
     positions = np.arange(sum(lengths)) + np.repeat([span.start - span.row for span in spans], lengths)
@@ -94,69 +86,89 @@ def _write_slots(visibles: Sequence[Visible], host_pages: Sequence[Ints], block_
     return np.concatenate(host_pages)[positions // block_tokens + shifts], positions % block_tokens
 
 
-def _bucket_arrays(
-    members: list[int], visibles: Sequence[Visible], host_pages: Sequence[Ints], sight: Sight, block_tokens: int
-) -> tuple[Ints, ...]:
-    """Rows [n * S], pages [n * blocks], stale slots, first and last slot each query sees [n * S]."""
-    mine = [visibles[index] for index in members]
-    num_blocks = max(visible.num_blocks for visible in mine)
-    pages = np.zeros((len(mine), num_blocks), dtype=np.int64)
-    for at, index in enumerate(members):
-        pages[at, : visibles[index].num_blocks] = host_pages[index]
-    queries = np.arange(mine[0].span.length)
-    origins = np.array([visible.first_block * block_tokens for visible in mine])[:, None]
-    rows = np.array([visible.span.row for visible in mine])[:, None] + queries
-    last = np.array([visible.span.start for visible in mine])[:, None] + queries - origins
-    first = np.array([[sight.first_visible(v.span.start + q) for q in range(v.span.length)] for v in mine]) - origins
-    # Slots before the first visible token and after the last, but none of the padding: the null page is zeros.
-    ends = np.array([visible.num_blocks * block_tokens for visible in mine])
-    slots = np.arange(num_blocks * block_tokens)
-    stale = ((slots < first[:, :1]) | (slots > last[:, -1:])) & (slots < ends[:, None])
-    return rows.reshape(-1), pages.reshape(-1), np.flatnonzero(stale), first.reshape(-1), last.reshape(-1)
+def _kept_columns(pages: Ints, offsets: Ints) -> dict[str, Column]:
+    rows = np.flatnonzero(pages != PADDED)
+    return {"kept.rows": rows, "kept.pages": pages[rows], "kept.offsets": offsets[rows]}
 
 
-def _make_bucket(
-    members: list[int], visibles: Sequence[Visible], block_tokens: int, tensors: list[torch.Tensor]
-) -> Bucket:
-    mine = [visibles[index] for index in members]
-    rows, pages, stale, first, last = tensors
-    num_queries = mine[0].span.length
-    in_a_row = mine[-1].span.row - mine[0].span.row == num_queries * (len(mine) - 1)
-    origins = [visible.first_block * block_tokens for visible in mine]
-    cuts = {(visible.first - origin, visible.span.end - origin) for visible, origin in zip(mine, origins, strict=True)}
-    return Bucket(
-        members=members,
-        num_queries=num_queries,
-        num_slots=max(visible.num_blocks for visible in mine) * block_tokens,
-        rows=slice(mine[0].span.row, mine[-1].span.row + num_queries) if in_a_row else rows,
-        pages=pages,
-        cut=slice(*cuts.pop()) if len(cuts) == 1 else None,
-        stale=stale,
-        first=first.view(-1, num_queries, 1),
-        last=last.view(-1, num_queries, 1),
-    )
+class _Cover(NamedTuple):
+    """The batched attention calls of a table: their columns on the host, then what they are on the device."""
 
+    visibles: Sequence[Visible]
+    host_pages: Sequence[Ints]
+    sight: Sight
+    block_tokens: int
 
-def _make_tiled(visible: Visible, sight: Sight, pages: torch.Tensor, picks: slice, block_tokens: int) -> TiledSpan:
-    on_cpu = pages.device.type == "cpu"
-    tiles = cut_tiles(visible.span, sight, on_cpu=on_cpu)
-    is_whole = is_square(visible.span, sight) and (len(tiles) == 1 or not on_cpu)
-    return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * block_tokens, picks)
+    def bucket_columns(self, at: int, members: list[int]) -> dict[str, Column]:
+        mine = [self.visibles[index] for index in members]
+        num_blocks = max(visible.num_blocks for visible in mine)
+        pages = np.zeros((len(mine), num_blocks), dtype=np.int64)
+        for row, index in enumerate(members):
+            pages[row, : self.visibles[index].num_blocks] = self.host_pages[index]
+        queries = np.arange(mine[0].span.length)
+        origins = np.array([visible.first_block * self.block_tokens for visible in mine])[:, None]
+        last = np.array([visible.span.start for visible in mine])[:, None] + queries - origins
+        see_from = self.sight.first_visible
+        first = np.array([[see_from(v.span.start + q) for q in range(v.span.length)] for v in mine]) - origins
+        # Slots before the first visible token and after the last, but none of the padding: the null page is zeros.
+        ends = np.array([visible.num_blocks * self.block_tokens for visible in mine])
+        slots = np.arange(num_blocks * self.block_tokens)
+        stale = ((slots < first[:, :1]) | (slots > last[:, -1:])) & (slots < ends[:, None])
+        return {
+            f"bucket{at}.rows": np.array([visible.span.row for visible in mine])[:, None] + queries,
+            f"bucket{at}.pages": pages,
+            f"bucket{at}.stale": np.flatnonzero(stale),
+            f"bucket{at}.first": first,
+            f"bucket{at}.last": last,
+        }
+
+    def bucket(self, at: int, members: list[int], sent: Mapping[str, torch.Tensor]) -> Bucket:
+        mine = [self.visibles[index] for index in members]
+        num_queries = mine[0].span.length
+        in_a_row = mine[-1].span.row - mine[0].span.row == num_queries * (len(mine) - 1)
+        origins = [visible.first_block * self.block_tokens for visible in mine]
+        cuts = {(v.first - origin, v.span.end - origin) for v, origin in zip(mine, origins, strict=True)}
+        rows = slice(mine[0].span.row, mine[-1].span.row + num_queries)
+        return Bucket(
+            at=at,
+            members=members,
+            num_queries=num_queries,
+            num_slots=max(visible.num_blocks for visible in mine) * self.block_tokens,
+            rows=rows if in_a_row else sent[f"bucket{at}.rows"],
+            pages=sent[f"bucket{at}.pages"],
+            cut=slice(*cuts.pop()) if len(cuts) == 1 else None,
+            stale=sent[f"bucket{at}.stale"],
+            first=sent[f"bucket{at}.first"].view(-1, num_queries, 1),
+            last=sent[f"bucket{at}.last"].view(-1, num_queries, 1),
+        )
+
+    def tiled_spans(self, long: list[int], sent: Mapping[str, torch.Tensor]) -> list[TiledSpan]:
+        starts = np.cumsum([0, *(visible.num_tokens for visible in self.visibles)]).tolist() if long else []
+        return [self._tiled(i, sent[f"span{i}.pages"], slice(starts[i], starts[i + 1])) for i in long]
+
+    def _tiled(self, index: int, pages: torch.Tensor, picks: slice) -> TiledSpan:
+        visible, on_cpu = self.visibles[index], pages.device.type == "cpu"
+        tiles = cut_tiles(visible.span, self.sight, on_cpu=on_cpu)
+        is_whole = is_square(visible.span, self.sight) and (len(tiles) == 1 or not on_cpu)
+        return TiledSpan(visible, tiles, is_whole, pages, visible.first_block * self.block_tokens, picks)
 
 
 def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) -> None:
-    """Put the step's tokens in their pages. view: [P, T, H, D], values: [N, H, D]."""
-    view[table.pages, table.offsets] = values.to(view.dtype)
+    """Put the step's tokens in their pages, all but padding. view: [P, T, H, D], values: [N, H, D]."""
+    if table.kept is None:
+        view[table.pages, table.offsets] = values.to(view.dtype)
+    else:
+        rows, pages, offsets = table.kept
+        view[pages, offsets] = values.index_select(0, rows).to(view.dtype)
 
 
 def gather_tokens(view: torch.Tensor, table: TokenTable) -> torch.Tensor:
     """All visible tokens, span after span, positions ascending. view: [P, T, H, D] -> [K, H, D]."""
-    pages, offsets = table.visible_slots
     page_stride, token_stride = view.stride()[:2]
     if page_stride % token_stride:
-        return view[pages, offsets]
+        return view[table.visible_slots]
     # Tokens of all pages lie on one grid: rows of a matrix are gathered several times faster than pairs of indices.
     pitch = page_stride // token_stride
     shape = ((view.shape[0] - 1) * pitch + view.shape[1], *view.shape[2:])
     grid = view.as_strided(shape, (token_stride, *view.stride()[2:]))
-    return grid.index_select(0, pages * pitch + offsets)
+    return grid.index_select(0, table.visible_rows(pitch))

@@ -12,6 +12,7 @@ import torch
 
 from hybridkv.cache import CacheLayout, CopyPage, Operation, ZeroPage, ZeroSlab
 from hybridkv.errors import HybridKVError
+from hybridkv.memory.uploads import Uploader
 from hybridkv.plan import GroupPlan, PartView, Plan
 from hybridkv.spec import DType, HiddenTap, LayerSpec, LinearState
 
@@ -43,6 +44,7 @@ class Memory:
             self.buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise HybridKVError(f"no {plan.arena_bytes:,} bytes on {device}: give the engine less memory") from error
+        self._uploader = Uploader(device)
         self.tokens: dict[int, LayerMemory] = {}
         self.states: dict[int, LayerMemory] = {}
         self.taps: dict[int, LayerMemory] = {}
@@ -78,8 +80,9 @@ class Memory:
             for copy in copies:
                 pages[copy.dst].copy_(pages[copy.src])
             return
-        src, dst = torch.tensor([(copy.src, copy.dst) for copy in copies]).to(self.device).unbind(1)
-        pages.index_copy_(0, dst, pages.index_select(0, src))
+        self._uploader.begin()
+        sent = self._uploader.send("copies", src=[copy.src for copy in copies], dst=[copy.dst for copy in copies])
+        pages.index_copy_(0, sent["dst"], pages.index_select(0, sent["src"]))
 
     def _words_of(self, stride_bytes: int) -> torch.Tensor:
         """Every page of a pool as a row of words."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from hybridkv.cache import Segment
+from hybridkv.engine.tables import StateKey, Tables
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.segments import SegmentTable, make_segment_table
-from hybridkv.kernels.spans import Span
+from hybridkv.kernels.segments import SegmentTable
 from hybridkv.kernels.tokens import TokenTable
 from hybridkv.memory import LayerMemory, Memory
 
@@ -19,48 +18,25 @@ from hybridkv.memory import LayerMemory, Memory
 class Frame:
     """Tables of one step, and the layer it has come to."""
 
-    __slots__ = (
-        "_segment_tables",
-        "_segments",
-        "_spans",
-        "attention_layer",
-        "memory",
-        "positions",
-        "state_layer",
-        "tokens",
-    )
+    __slots__ = ("attention_layer", "memory", "positions", "state_layer", "tables")
 
-    def __init__(
-        self,
-        memory: Memory,
-        positions: torch.Tensor,
-        spans: Sequence[Span],
-        tokens: Mapping[str, TokenTable],
-        segments: Mapping[str, Sequence[Sequence[Segment]]],
-    ) -> None:
+    def __init__(self, memory: Memory, positions: torch.Tensor, tables: Tables) -> None:
         self.memory = memory
         self.positions = positions
         """Of each packed token, in its own request."""
-        self.tokens = tokens
-        """By token group."""
+        self.tables = tables
         self.attention_layer = -1
         """The layer whose keys and values were written last: attention comes next."""
         self.state_layer = -1
         """The layer whose convolution was announced last: conv and scan come next."""
-        self._spans = spans
-        self._segments = segments
-        self._segment_tables: dict[tuple[str, int], SegmentTable] = {}
+
+    def tokens(self, layer: LayerMemory) -> TokenTable:
+        """The table of a layer's tokens."""
+        return self.tables.tokens[layer.group]
 
     def segments(self, layer: LayerMemory) -> SegmentTable:
         """The table of a layer's states: one for each page that states are cut into."""
-        key = layer.group, layer.page
-        table = self._segment_tables.get(key)
-        if table is None:
-            table = make_segment_table(
-                self._spans, self._segments[layer.group], page=layer.page, device=self.memory.device
-            )
-            self._segment_tables[key] = table
-        return table
+        return self.tables.segments[StateKey(layer.group, layer.page)]
 
 
 class _Active(threading.local):

@@ -49,7 +49,7 @@ def attend(
 ) -> Tensor:
     """source: the layer whose keys and values are read -> [1, N, Hq, Dv]"""
     layer = frame.memory.attention(source)
-    table = frame.tokens[layer.group]
+    table = frame.tokens(layer)
     rows = query[0].transpose(0, 1)
     if isinstance(layer.spec, LatentAttention):
         attend_visible = kernel("attend_visible", query.device)
@@ -65,7 +65,7 @@ def attend(
 def write(frame: Frame, key: Tensor, value: Tensor) -> tuple[LayerMemory, TokenTable]:
     """Put this step's tokens (`[1, heads, N, dim]`) in their pages."""
     layer = frame.memory.attention(frame.attention_layer)
-    table = frame.tokens[layer.group]
+    table = frame.tokens(layer)
     first, second = layer.parts.values()
     write_tokens(first, table, key[0].transpose(0, 1))
     write_tokens(second, table, value[0].transpose(0, 1))

@@ -1,0 +1,103 @@
+"""All tables of a step, made before the model runs: where tokens and states lie, and all that kernels derive from it.
+
+What kernels will ask for is known from the layers: `AttentionNeed`, `StateNeed`. It knows no requests and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from hybridkv.cache import CacheGroup, CacheLayout, Role, StepTables
+from hybridkv.kernels.chunks import chunk_tokens
+from hybridkv.kernels.mamba import MAMBA1_CHUNK_TOKENS
+from hybridkv.kernels.segments import SegmentTable, StateNeed, make_segment_table
+from hybridkv.kernels.spans import Span
+from hybridkv.kernels.table import AttentionNeed
+from hybridkv.kernels.tokens import TokenTable, make_token_table
+from hybridkv.memory import LayerMemory, Memory, Uploader
+from hybridkv.spec import LatentAttention
+
+
+class StateKey(NamedTuple):
+    """Layers that share a segment table: a state group, and which of the pages that its states are cut into."""
+
+    group: str
+    page: int
+
+
+class Tables(NamedTuple):
+    """Of one step, on the device."""
+
+    tokens: Mapping[str, TokenTable]
+    """By token group."""
+    segments: Mapping[StateKey, SegmentTable]
+
+
+class TableMaker:
+    """For one model on one arena."""
+
+    def __init__(self, model: PreTrainedModel, memory: Memory, layout: CacheLayout, uploader: Uploader) -> None:
+        self._uploader = uploader
+        self._groups = [group for group in layout.token_groups if group.role is not Role.TAP]
+        self._attention: dict[str, set[AttentionNeed]] = {group.name: set() for group in self._groups}
+        self._states: dict[StateKey, set[StateNeed]] = {}
+        for layer in memory.tokens.values():
+            self._attention[layer.group].add(attention_need(layer, model))
+        for layer in memory.states.values():
+            self._states.setdefault(StateKey(layer.group, layer.page), set()).add(state_need(layer, memory.device))
+
+    def make(self, spans: Sequence[Span], steps: Sequence[StepTables]) -> Tables:
+        """steps[i]: the cache's tables of span i"""
+        return Tables(
+            {group.name: self._tokens(group, spans, steps) for group in self._groups},
+            {key: self._segments(key, spans, steps) for key in self._states},
+        )
+
+    def _tokens(self, group: CacheGroup, spans: Sequence[Span], steps: Sequence[StepTables]) -> TokenTable:
+        table = make_token_table(
+            spans,
+            [step.tables[group.name] for step in steps],
+            block_tokens=steps[0].block_tokens,
+            uploader=self._uploader,
+            name=f"tokens.{group.name}",
+            sight=group.sight,
+        )
+        for need in self._attention[group.name]:
+            table.prepare(need)
+        return table
+
+    def _segments(self, key: StateKey, spans: Sequence[Span], steps: Sequence[StepTables]) -> SegmentTable:
+        table = make_segment_table(
+            spans,
+            [step.segments[key.group] for step in steps],
+            page=key.page,
+            uploader=self._uploader,
+            name=f"segments.{key.group}.{key.page}",
+        )
+        table.prepare(self._states[key])
+        return table
+
+
+def attention_need(layer: LayerMemory, model: PreTrainedModel) -> AttentionNeed:
+    config = model.config.get_text_config(decoder=True)
+    views = list(layer.parts.values())  # [pages, tokens, heads, dim]
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    is_fused = getattr(config, "attn_logit_softcapping", None) is None and not (
+        has_sinks and views[0].device.type != "cpu"
+    )
+    if not isinstance(layer.spec, LatentAttention):
+        return AttentionNeed(model.dtype, config.num_attention_heads // views[0].shape[2], is_fused, None)
+    strides = [view.stride()[:2] for view in views]
+    pitches = tuple(sorted({page // token for page, token in strides if page % token == 0}))
+    return AttentionNeed(model.dtype, 1, is_fused, pitches)  # the model makes keys for all heads
+
+
+def state_need(layer: LayerMemory, device: torch.device) -> StateNeed:
+    """Convolutions keep [C, reach]. Mamba-1 is the one scan whose states have no heads: [C, S]."""
+    conv, recurrent = layer.parts.get("conv"), layer.parts.get("recurrent")
+    longest = MAMBA1_CHUNK_TOKENS if recurrent is not None and recurrent.dim() == 3 else chunk_tokens(device)
+    return StateNeed(None if conv is None else conv.shape[-1], None if recurrent is None else longest)

@@ -1,0 +1,61 @@
+"""The one way of small host arrays to the device. It knows nothing of what they mean.
+
+A record is a few named arrays that travel together: one transfer into one flat buffer of int64. On a GPU the buffer of
+a record stays where it is from step to step, until it has to grow. So a record of the same sizes has the same
+addresses, and what was captured with them, such as a CUDA graph, can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Column: TypeAlias = Sequence[int] | NDArray[np.integer] | NDArray[np.bool_]
+
+
+class Uploader:
+    """Buffers by name on one device. What was sent is valid until the next `begin`.
+
+    persistent: keep buffers between steps. On a CPU a fresh tensor costs less than a copy.
+    """
+
+    def __init__(self, device: torch.device, *, persistent: bool | None = None) -> None:
+        self.device = device
+        self._is_persistent = device.type != "cpu" if persistent is None else persistent
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._sent: set[str] = set()
+
+    def begin(self) -> None:
+        """A new step: every record may be sent again."""
+        self._sent.clear()
+
+    def send(self, name: str, **columns: Column) -> dict[str, torch.Tensor]:
+        """The columns of record `name` on the device, flat."""
+        if name in self._sent:
+            raise ValueError(f"record {name!r} was already sent in this step: its tensors are in use")
+        self._sent.add(name)
+        # An empty list counts as floats, hence the casting.
+        flat = np.concatenate(tuple(columns.values()), axis=None, dtype=np.int64, casting="unsafe")
+        sizes = [column.size if isinstance(column, np.ndarray) else len(column) for column in columns.values()]
+        whole = torch.from_numpy(flat)
+        if self._is_persistent:
+            whole = self._copy(name, whole)
+        return dict(zip(columns, whole.split(sizes), strict=True))
+
+    def _copy(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            # Torch gives this pinned memory to the next one only after the transfer, so that no step waits for it.
+            whole = whole.pin_memory()
+        return self._room(name, len(whole)).copy_(whole, non_blocking=True)
+
+    def _room(self, name: str, size: int) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            with torch.inference_mode(False):  # else only steps could write to it
+                buffer = torch.empty(1 << max(6, (size - 1).bit_length()), dtype=torch.int64, device=self.device)
+            self._buffers[name] = buffer
+        return buffer[:size]
