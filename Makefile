@@ -12,7 +12,7 @@ CORE := .compiled
 # Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
 # `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
 SAMPLE := 0.05
-MORE := 0.4
+MORE := 0.7
 
 .PHONY: help setup setup-vllm setup-compiled serve test test-all test-more test-vllm test-compiled lint format clean \
 	prove-cache prove-engine prove-store prove-stream \

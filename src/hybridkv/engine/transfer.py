@@ -39,7 +39,7 @@ class Transfer:
         self.position = 0
         """Where the sample resumes once it is loaded."""
         self.lease: Lease | None = None
-        """Whose pages are filled."""
+        """The lease whose pages are filled."""
         self.load: Load | None = None
 
     @property

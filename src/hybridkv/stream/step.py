@@ -12,7 +12,7 @@ from hybridkv.stream.load import Load
 class StepTransfers:
     """Told of every layer of a step. Loads beside the step are not its business.
 
-    An owner is whoever the caller tells apart: a load or an object belongs to one of the step's requests.
+    An owner is the caller's key for one of the step's requests. Each load and each object belongs to one.
     """
 
     def __init__(self, dumper: Dumper) -> None:
