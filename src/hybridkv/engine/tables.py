@@ -30,7 +30,7 @@ class StateKey(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Of one step, on the device."""
+    """All tables of one step, on the device."""
 
     tokens: Mapping[str, TokenTable]
     """By token group."""

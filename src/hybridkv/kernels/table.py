@@ -24,7 +24,7 @@ class AttentionNeed(NamedTuple):
     """What the attention of a layer asks of its table."""
 
     dtype: torch.dtype
-    """Of its queries."""
+    """Type of the queries."""
     num_folded: int
     """Query heads that share a KV head."""
     is_fused: bool
@@ -93,7 +93,7 @@ class TokenTable:
     uploader: Uploader
     name: str
     visibles: list[Visible]
-    """Of each span that is no padding."""
+    """What each span sees; padding is left out."""
     visible_lengths: list[int]
     """Tokens each span sees."""
     pages: torch.Tensor

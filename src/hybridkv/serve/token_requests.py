@@ -32,7 +32,7 @@ class _Tokenize(_TokenRequest):
 
 
 class TokenizeText(_Tokenize):
-    """Of `/tokenize`, for a text."""
+    """A body of `/tokenize` with a text."""
 
     source: ClassVar[str] = "prompt"
     prompt: str
@@ -46,7 +46,7 @@ class TokenizeText(_Tokenize):
 
 
 class TokenizeChat(_Tokenize, ChatPrompt):
-    """Of `/tokenize`, for messages as the chat template writes them."""
+    """A body of `/tokenize` with messages, which the chat template writes."""
 
     def reply(self, engine: Engine) -> TokenizeReply:
         extras = self.model_extra or {}
@@ -57,7 +57,7 @@ class TokenizeChat(_Tokenize, ChatPrompt):
 
 
 class DetokenizeRequest(_TokenRequest):
-    """Of `/detokenize`."""
+    """A body of `/detokenize`."""
 
     source: ClassVar[str] = "tokens"
     tokens: TokenIds
