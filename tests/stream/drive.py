@@ -14,7 +14,8 @@ from hybridkv.engine.results import Result, Update
 from hybridkv.engine.streaming import Streaming
 from hybridkv.store import MemoryStore, Store
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.stream import Streamer
+from hybridkv.stream import Catalogue, Streamer
+from hybridkv.stream.torch_io import page_bytes
 from tests.engine.drive import Driver
 from tests.engine.zoo import FAMILIES, build, family_config, make, prompt
 from tests.stream.faults import SIZE
@@ -52,13 +53,11 @@ class StreamDriver(Driver):
     ) -> None:
         super().__init__(model, **{"row_layers": 1, "max_step_tokens": 256, **options})
         self.store = store
-        self.streamer = Streamer(
-            store,
-            self.memory,
-            self.layout,
-            identity or identity_of(model),
-            **{"stretch_tokens": STRETCH_TOKENS, "load_timeout_s": 20.0, **(streamer_options or {})},
+        given = {"stretch_tokens": STRETCH_TOKENS, "load_timeout_s": 20.0, **(streamer_options or {})}
+        catalogue = Catalogue(
+            self.memory.plan, self.layout, identity or identity_of(model), stretch_tokens=given.pop("stretch_tokens")
         )
+        self.streamer = Streamer(store, catalogue, page_bytes(self.memory.buffer), **given)
         self.event = threading.Event()
         self.streamer.on_event = self.event.set
         self.streaming = WatchedStreaming(self.streamer, self.cache, mode)
@@ -112,7 +111,7 @@ class StreamDriver(Driver):
     def settle(self) -> None:
         """Take in what has come meanwhile, and have everything written."""
         deadline = time.monotonic() + 20
-        while self.streaming._loading or any(load.is_reading for load in self.streamer._loads):
+        while self.streaming._loading or any(load.is_reading for load in self.streamer.mover._loads):
             assert time.monotonic() < deadline, "a load does not end"
             self.step()
             self.event.wait(0.002)
@@ -120,9 +119,9 @@ class StreamDriver(Driver):
 
     def drain(self) -> None:
         """Wait for all dumps, but not for ever."""
-        writing = self.streamer.dumper._writing
-        with self.streamer.dumper._changed:
-            assert self.streamer.dumper._changed.wait_for(lambda: not writing, 20), f"never written: {writing}"
+        writing = self.streamer.mover._dumper._writing
+        with self.streamer.mover._dumper._changed:
+            assert self.streamer.mover._dumper._changed.wait_for(lambda: not writing, 20), f"never written: {writing}"
 
     def _check(self, scheduled: Sequence[Any]) -> None:
         """Rows of requests whose load has failed may be anything; they must not count."""

@@ -95,7 +95,7 @@ def test_no_memory_for_a_copy_loses_the_object(monkeypatch: pytest.MonkeyPatch) 
     def full(*args: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(driver.streamer._pages, "copy_out", full)
+    monkeypatch.setattr(driver.streamer.mover._pages, "copy_out", full)
     serve(driver, "a", 1)
     driver.drain()
     assert driver.stats.dumped == 0
@@ -108,7 +108,7 @@ def test_a_store_that_hangs_drops_what_is_too_much_and_stalls_nobody() -> None:
     fault = Fault(Kind.SLOW_WRITE)
     store.faults.append(fault)
     driver = StreamDriver(model_of("llama"), store)
-    driver.streamer.dumper._max_waiting_bytes = limit = 3 * driver.streamer.catalogue.groups[0].item_bytes
+    driver.streamer.mover._dumper._max_waiting_bytes = limit = 3 * driver.streamer.catalogue.groups[0].item_bytes
     for seed in range(4):
         serve(driver, str(seed), seed)
         assert driver.stats.dump_bytes_waiting <= limit
@@ -135,8 +135,8 @@ def test_rows_that_were_taken_do_not_change_when_their_pages_do(family: str) -> 
     driver = StreamDriver(model_of(family), store, memory_bytes=memory_bytes)
     serve(driver, "a", 1)
     driver.cache.reset()
-    driver.streaming.dumps.of_step = lambda sample, tables: []  # type: ignore[method-assign]
-    driver.streaming.dumps.of_reply = lambda sample: None  # type: ignore[method-assign]
+    driver.streaming._dump_step = lambda sample, tables: []  # type: ignore[method-assign]
+    driver.streaming.dump_reply = lambda sample: None  # type: ignore[method-assign]
     serve(driver, "b", 2)
     fault.release.set()
     driver.settle()
@@ -337,7 +337,7 @@ def test_a_step_that_was_begun_and_never_ran_leaves_nothing_and_its_objects_are_
     while not scheduled:  # until the store has answered
         scheduled, _ = driver.core.scheduler.schedule()
     driver.streaming.begin_step(scheduled)
-    begun = len(driver.streamer.dumper._writing)
+    begun = len(driver.streamer.mover._dumper._writing)
     assert begun
     for sample, _ in scheduled:
         driver.cache.commit(sample.lease, failed=True)

@@ -168,7 +168,7 @@ def test_a_fault_of_any_other_kind_is_an_error_of_the_load(
 
 
 def names_at(driver: StreamDriver, end: int) -> list[Any]:
-    keys = driver.streamer.block_keys(root_key()).first(end // 16, pack_tokens(SHARED))
+    keys = driver.streamer.finder.block_keys(root_key()).first(end // 16, pack_tokens(SHARED))
     return [driver.streamer.catalogue.name(group, keys[-1]) for group in driver.streamer.catalogue.groups]
 
 
@@ -189,8 +189,8 @@ def test_a_fault_in_the_last_stretch_goes_back_to_what_the_resume_rule_allows(
         return opened(name)
 
     store.open = open_badly  # type: ignore[method-assign]
-    driver.streamer._readers.close(5)  # one reader: nothing else is open meanwhile
-    driver.streamer._readers = Workers(1, "test")
+    driver.streamer.mover._readers.close(5)  # one reader: nothing else is open meanwhile
+    driver.streamer.mover._readers = Workers(1, "test")
     ended, num_good = driver.streamer.ended, []
 
     def note(load: Load, mode: str) -> None:

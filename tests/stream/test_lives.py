@@ -124,7 +124,7 @@ def test_no_room_in_the_middle_of_a_reply_is_an_error_and_not_a_shorter_reply() 
 
 def test_giving_up_waits_for_a_copy_into_pages_and_lets_no_other_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = StreamDriver(model_of("falcon_h1"), garbage_of("falcon_h1"))
-    pages = driver.streamer._pages
+    pages = driver.streamer.mover._pages
     copy_in, begun, ended = pages.copy_in, threading.Event(), []
 
     def slowly(*args: Any) -> None:
@@ -182,7 +182,7 @@ def test_when_all_readers_hang_nobody_waits_for_them_again() -> None:
     driver.run()
     timeouts = driver.stats.failures["timeout"]
     assert timeouts >= 1
-    assert sum(load.num_hanging for load in driver.streamer._loads) == driver.streamer._readers.count
+    assert sum(load.num_hanging for load in driver.streamer.mover._loads) == driver.streamer.mover._readers.count
     assert driver.pages_left() == 0
     start = time.monotonic()
     driver.add("late", prompt(90, 6) + prompt(9, 50), BRIEF)
@@ -219,7 +219,7 @@ def test_when_lookups_hang_nobody_waits_for_them_again(monkeypatch: pytest.Monke
     assert driver.stats.skipped_lookups == 4
     release.set()
     deadline = time.monotonic() + 10
-    while driver.streamer._is_blocked():
+    while driver.streamer.finder.is_blocked:
         assert time.monotonic() < deadline
     driver.add("back", SHARED + prompt(9, 2), BRIEF)
     assert driver.run()["back"].cached_tokens == 80
@@ -434,7 +434,7 @@ def test_auto_is_layerwise_alone_and_asynchronous_in_company() -> None:
     while not driver.stats.loads:
         driver.step()
     assert driver.stats.loads == {"layerwise": 1}
-    driver.streamer._bytes_per_s = 1.0  # a slow store: the next load is predicted to take long
+    driver.streamer.mover._bytes_per_s = 1.0  # a slow store: the next load is predicted to take long
     driver.add("in company", prompt(90, 2) + prompt(9, 3), BRIEF)
     driver.run()
     assert driver.stats.loads == {"layerwise": 1, "async": 1}
@@ -447,7 +447,7 @@ def test_auto_waits_in_company_only_for_what_comes_at_once_and_alone_not_for_lon
 ) -> None:
     for company in (False, True):
         driver = StreamDriver(model_of("falcon_h1"), garbage_of("falcon_h1", "90/2"), "auto")
-        driver.streamer._bytes_per_s = bytes_per_s
+        driver.streamer.mover._bytes_per_s = bytes_per_s
         if company:
             driver.add("beside", prompt(20, 9), replace(GREEDY, max_tokens=30))
             driver.step()
@@ -512,7 +512,7 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int) -> 
         max_step_tokens=chance.choice([24, 40, 100]),
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
     )
-    driver.streamer.dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])
+    driver.streamer.mover._dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])
     alive, all_faults = [], []
     for number in range(14):
         alive.append(str(number))

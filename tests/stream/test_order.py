@@ -104,8 +104,8 @@ def first_layers(driver: StreamDriver) -> dict[tuple[str, int], int]:
 def test_rows_are_requested_in_layer_order_and_what_gates_comes_first(family: str) -> None:
     store = Diary(copy_of(filled(family, STORED)))
     driver = StreamDriver(model_of(family), store)
-    driver.streamer._readers.close(5)
-    driver.streamer._readers = Workers(1, "test")
+    driver.streamer.mover._readers.close(5)
+    driver.streamer.mover._readers = Workers(1, "test")
     driver.add("a", prompt(90, 1) + prompt(9, 2), BRIEF)
     driver.run()
     asked = list(dict.fromkeys(store.read))

@@ -16,7 +16,8 @@ from hybridkv.memory import Memory
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_ROW_LAYERS
 from hybridkv.store import Store, open_store
-from hybridkv.stream import Streamer
+from hybridkv.stream import Catalogue, Streamer
+from hybridkv.stream.torch_io import page_bytes
 from hybridkv.units import parse_size
 
 _STEP_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -58,7 +59,8 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     streaming = None
     if store is not None:
         allow_many_files()
-        streamer = Streamer(store, memory, layout, loaded.identity, load_timeout_s=settings.load_timeout_s)
+        catalogue = Catalogue(plan, layout, loaded.identity)
+        streamer = Streamer(store, catalogue, page_bytes(memory.buffer), load_timeout_s=settings.load_timeout_s)
         streaming = Streaming(streamer, cache, settings.stream)
         runner.observe(streaming)
     return EngineCore(

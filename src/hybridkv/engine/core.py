@@ -291,7 +291,7 @@ class EngineCore:
         if sample.finish_reason is None:
             sample.finish(reason)
         if self.streaming is not None and reason in ("stop", "length"):
-            self.streaming.dumps.of_reply(sample)
+            self.streaming.dump_reply(sample)
         self.scheduler.remove(sample)
         if len(sample.request.samples) < sample.request.num_samples:
             sample.request.num_samples = len(sample.request.samples)  # it ended before the others were told apart

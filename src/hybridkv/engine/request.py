@@ -93,7 +93,7 @@ class Sample:
     def keys(self, streamer: Streamer) -> BlockKeys:
         """The names of its blocks outside."""
         if self._keys is None:
-            self._keys = streamer.block_keys(root_key(self.request.salt, self.request.extra_keys))
+            self._keys = streamer.finder.block_keys(root_key(self.request.salt, self.request.extra_keys))
         return self._keys
 
     def loaded(self, position: int) -> None:

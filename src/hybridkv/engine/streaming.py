@@ -19,12 +19,12 @@ import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import TOKEN_BYTES
-from hybridkv.engine.dumps import Dumps
+from hybridkv.engine.page_requests import load_request, reply_request, step_progress, step_request
 from hybridkv.engine.request import Sample
 from hybridkv.engine.seams import Frame
 from hybridkv.engine.transfer import Stage, Transfer
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.stream import Load, StepTransfers, Streamer
+from hybridkv.stream import DumpPoint, DumpRule, Load, Outgoing, StepTransfers, Streamer
 
 STREAM_MODES = ("auto", "async", "layerwise")
 _LONG_WAIT_S = 2.0
@@ -50,8 +50,8 @@ class Streaming:
     def __init__(self, streamer: Streamer, cache: Cache, mode: str = "auto") -> None:
         self.streamer = streamer
         self.mode = mode
-        self.dumps = Dumps(streamer, cache.layout)
         self._cache = cache
+        self._rule = DumpRule(streamer.catalogue)
         self._loading: list[Sample] = []
         """Samples whose load is a step of its own."""
         self._step: StepTransfers | None = None
@@ -110,7 +110,7 @@ class Streaming:
         """Whether layers wait for rows. The whole batch waits with them, and so do requests that arrive meanwhile."""
         if self.mode != "auto":
             return self.mode == "layerwise"
-        seconds = self.streamer.predicted_seconds(start, end)
+        seconds = self.streamer.mover.predicted_seconds(start, end)
         if seconds is None:
             return is_alone
         return seconds < (_LONG_WAIT_S if is_alone else _SHORT_WAIT_S)
@@ -121,9 +121,14 @@ class Streaming:
         if isinstance(tables, NoRoom):
             transfer.end()
             return
-        load = self.streamer.load(tables, sample.keys(self.streamer), lease.tokens)
+        load = self._load(sample, lease, tables)
         transfer.begin(Stage.LOADING, lease, load)
         self._loading.append(sample)
+
+    def _load(self, sample: Sample, lease: Lease, tables: StepTables) -> Load:
+        request = load_request(tables)
+        ends = self.streamer.catalogue.load_ends(request.start, request.end)
+        return self.streamer.mover.load(request, sample.keys(self.streamer).at(ends, lease.tokens))
 
     def extend(self, sample: Sample, num_tokens: int) -> StepTables | None:
         """A step of up to `num_tokens` computed tokens, after those that are loaded first.
@@ -139,7 +144,7 @@ class Streaming:
         if isinstance(tables, NoRoom):
             self._load_alone(sample, lease, transfer)
             return None
-        load = self.streamer.load(tables, sample.keys(self.streamer), lease.tokens)
+        load = self._load(sample, lease, tables)
         transfer.begin(Stage.IN_STEP, lease, load)
         self._open_step().loads[sample] = load
         return tables
@@ -190,8 +195,28 @@ class Streaming:
         step.publish()
         self._begun = scheduled
         for sample, tables in scheduled:
-            for one in self.dumps.of_step(sample, tables):
+            for one in self._dump_step(sample, tables):
                 step.add(sample, one)
+
+    def _dump_step(self, sample: Sample, tables: StepTables) -> list[Outgoing]:
+        lease = sample.lease
+        assert lease is not None
+        points = self._rule.of_step(step_progress(sample, lease, tables))
+        if not points:
+            return []
+        return self.streamer.mover.dump(step_request(tables), points, self._keys_at(points, sample, lease))
+
+    def dump_reply(self, sample: Sample) -> None:
+        """A sample has ended by itself: store what its steps have left out."""
+        lease = sample.lease
+        if lease is None or lease.in_flight or lease.leaf.dead:
+            return
+        points = self._rule.of_reply(lease.computed)
+        if points:
+            self.streamer.mover.dump_now(reply_request(lease), points, self._keys_at(points, sample, lease))
+
+    def _keys_at(self, points: Sequence[DumpPoint], sample: Sample, lease: Lease) -> dict[int, bytes]:
+        return sample.keys(self.streamer).at([point.end for point in points], lease.tokens)
 
     def before_layer(self, layer: int, frame: Frame) -> None:
         if self._step is not None:
@@ -206,7 +231,7 @@ class Streaming:
         if self._step is not None and not self._step.has_run:
             self._step.finish()
             self.streamer.stats.wait_seconds += self._step.wait_seconds
-            self.streamer.settle()
+            self.streamer.mover.settle()
 
     def has_failed(self, sample: Sample) -> bool:
         """Whether what the step computed for a sample does not count, since its load has failed."""
@@ -237,7 +262,7 @@ class Streaming:
 
     def _open_step(self) -> StepTransfers:
         if self._step is None:
-            self._step = StepTransfers(self.streamer.dumper)
+            self._step = self.streamer.mover.step()
         return self._step
 
     def _is_in_step(self, sample: Sample) -> bool:

@@ -22,6 +22,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from hybridkv.cache import CacheGroup, CacheLayout, Role
+from hybridkv.cache.policy import affordable_grid
 from hybridkv.plan import GroupPlan, Plan
 from hybridkv.plan import Row as PlanRow
 from hybridkv.store import ObjectName
@@ -76,9 +77,14 @@ class Catalogue:
     """The stored groups of one model on one engine."""
 
     def __init__(self, plan: Plan, layout: CacheLayout, identity: str, *, stretch_tokens: int = STRETCH_TOKENS) -> None:
-        """`identity`: a digest of the weights. Hidden states are not stored."""
+        """`identity`: a digest of the weights. `stretch_tokens`: of an object; those of other stretches are not found.
+
+        Hidden states are not stored.
+        """
         self.block_tokens = layout.block_tokens
         self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
+        self.grid_tokens = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
+        """How far apart states on a grid are stored."""
         cached = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
         kept = [StoredGroup(group, cached[group.name]) for group in plan.groups if group.name in cached]
         self.token_groups = [group for group in kept if not group.is_state]
@@ -117,6 +123,13 @@ class Catalogue:
         """Where full stretches end, after `start` and up to `end`."""
         tokens = self.stretch_blocks * self.block_tokens
         return iter(range((start // tokens + 1) * tokens, end + 1, tokens))
+
+    def ends_stretch(self, end: int) -> bool:
+        return end % (self.stretch_blocks * self.block_tokens) == 0
+
+    def load_ends(self, start: int, end: int) -> set[int]:
+        """Where the objects end that are read for a request that stands at `start` and is to resume at `end`."""
+        return {end}.union(*(self.ends(group, start, end) for group in self.token_groups))
 
     def row_bytes(self, group: StoredGroup, end: int) -> list[int]:
         """Of each row of the object that ends at `end`."""

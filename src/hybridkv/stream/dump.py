@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from hybridkv.store import ObjectName, Store, StoreError, Writer
 from hybridkv.stream.catalogue import StoredGroup
-from hybridkv.stream.pages import Copy, PageBytes
+from hybridkv.stream.row_io import Copy, PageBytes
 from hybridkv.stream.stats import StreamStats
 from hybridkv.stream.workers import Workers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
@@ -28,3 +28,9 @@ class BlockKeys:
                 anchor = self._keys[start - 1] if (start := anchor_block(known)) else self._root_key
                 self._keys += block_keys(anchor, tokens, known, num_blocks, self._block_bytes)
             return self._keys[:num_blocks]
+
+    def at(self, ends: Iterable[int], tokens: bytes | bytearray) -> dict[int, bytes]:
+        """By position: the keys of blocks that end there."""
+        size, wanted = self._block_bytes // TOKEN_BYTES, list(ends)
+        keys = self.first(max(wanted, default=0) // size, tokens)
+        return {end: keys[end // size - 1] for end in wanted}

@@ -10,16 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from hybridkv.cache import StepTables
 from hybridkv.plan import Row
 from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
 from hybridkv.store.errors import StoreError
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
-from hybridkv.stream.pages import PageBytes
+from hybridkv.stream.requests import PageRequest
+from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.workers import Workers
 
 _ALL_LAYERS = 1 << 30
@@ -93,16 +93,15 @@ class Load:
         store: Store,
         catalogue: Catalogue,
         pages: PageBytes,
-        tables: StepTables,
-        keys: Sequence[bytes],
+        request: PageRequest,
+        keys: Mapping[int, bytes],
         *,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: of the request's blocks. `deadline`: on `clock`; after it, what is not there counts as failed."""
-        assert tables.loaded is not None
-        self.start = tables.loaded.start
-        self.end = tables.start
+        """`keys`: where objects end. `deadline`: on `clock`; after it, what is not there counts as failed."""
+        self.start = request.start
+        self.end = request.end
         self.num_bytes = 0
         """Read so far."""
         self.seconds = 0.0
@@ -118,7 +117,7 @@ class Load:
         self._began = clock()
         self._good_until = self.end
         self._changed = threading.Condition()
-        self._waiting = deque(sorted(_tasks(store, catalogue, tables, keys), key=lambda task: task.order))
+        self._waiting = deque(sorted(_tasks(store, catalogue, request, keys), key=lambda task: task.order))
         """Rows that nobody has begun to read."""
         self._num_reading = 0
         self._num_copying = 0
@@ -249,20 +248,19 @@ class Load:
             source.close()
 
 
-def _tasks(store: Store, catalogue: Catalogue, tables: StepTables, keys: Sequence[bytes]) -> list[_Task]:
-    assert tables.loaded is not None
+def _tasks(store: Store, catalogue: Catalogue, request: PageRequest, keys: Mapping[int, bytes]) -> list[_Task]:
     tasks: list[_Task] = []
-    start, end, size = tables.loaded.start, tables.start, catalogue.block_tokens
+    start, end, size = request.start, request.end, catalogue.block_tokens
     for group in catalogue.token_groups:
-        table, first_seen = tables.tables[group.name], group.cache.sight.first_visible_block(end, size)
+        table, first_seen = request.blocks[group.name], group.cache.sight.first_visible_block(end, size)
         for e in catalogue.ends(group, start, end):
-            source = _Source(store, catalogue, group, keys[e // size - 1], e)
+            source = _Source(store, catalogue, group, keys[e], e)
             stretch = catalogue.stretch(group, e)
             first = max(start // size, first_seen)
             pages = [table[block] if block >= first else None for block in range(stretch.first, stretch.last)]
             tasks += [_Task(source, i, row, pages, stretch.first * size, e) for i, row in enumerate(group.rows)]
     for group in catalogue.state_groups:
-        source = _Source(store, catalogue, group, keys[end // size - 1], end)
-        state = tables.loaded.states[group.name]
+        source = _Source(store, catalogue, group, keys[end], end)
+        state = request.states[group.name][end]
         tasks += [_Task(source, i, row, [state[row.page]], start, end) for i, row in enumerate(group.rows)]
     return tasks

@@ -10,7 +10,7 @@ import pytest
 from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.store import MemoryStore, ObjectName
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.finder import Finder
+from hybridkv.stream.lookup import last_stored
 from tests.engine.zoo import prompt
 from tests.stream.drive import StreamDriver, model_of, plain_store
 from tests.stream.test_faults import MIXED
@@ -41,7 +41,7 @@ def catalogue_of(family: str) -> Catalogue:
 def keys(num_blocks: int) -> list[bytes]:
     driver = StreamDriver(model_of("llama"), plain_store())
     driver.close()
-    return list(driver.streamer.block_keys(root_key()).first(num_blocks, pack_tokens(TOKENS)))
+    return list(driver.streamer.finder.block_keys(root_key()).first(num_blocks, pack_tokens(TOKENS)))
 
 
 def needed(catalogue: Catalogue, chain: Sequence[bytes], start: int, end: int) -> set[ObjectName]:
@@ -72,7 +72,7 @@ def test_it_finds_the_largest_position_that_every_group_can_supply(family: str) 
             (e for e in ends if e // SIZE > start // SIZE and needed(catalogue, chain, start, e) <= store.names),
             default=start,
         )
-        assert Finder(store, catalogue).find(chain, start) == best
+        assert last_stored(store, catalogue, chain, start) == best
         found_something += best > start
     assert found_something > 20
 
@@ -82,8 +82,8 @@ def test_it_asks_a_few_times_however_long_the_prompt(family: str) -> None:
     catalogue, chain = catalogue_of(family), keys(25)
     store = Counted()
     store.names = needed(catalogue, chain, 0, 400)
-    assert Finder(store, catalogue).find(chain, 0) == 400
+    assert last_stored(store, catalogue, chain, 0) == 400
     assert store.asked <= 3
     store.asked, store.names = 0, set()
-    assert Finder(store, catalogue).find(chain, 0) == 0
+    assert last_stored(store, catalogue, chain, 0) == 0
     assert store.asked <= 2

@@ -1,0 +1,31 @@
+"""One sample's tables in the words of `stream`: which pages a load fills, which pages a step leaves."""
+
+from __future__ import annotations
+
+from hybridkv.cache import Lease, StepTables
+from hybridkv.engine.request import Sample
+from hybridkv.stream import PageRequest, Progress
+
+
+def load_request(tables: StepTables) -> PageRequest:
+    """The tokens that are loaded before the step computes the rest."""
+    loaded = tables.loaded
+    assert loaded is not None
+    states = {group: {tables.start: pages} for group, pages in loaded.states.items()}
+    return PageRequest(loaded.start, tables.start, tables.tables, states)
+
+
+def step_request(tables: StepTables) -> PageRequest:
+    """The tokens that the step computes, and the states it leaves."""
+    states = {group: {one.end: one.dst for one in segments} for group, segments in tables.segments.items()}
+    return PageRequest(tables.start, tables.end, tables.tables, states)
+
+
+def reply_request(lease: Lease) -> PageRequest:
+    """All tokens that the lease has computed."""
+    return PageRequest(0, lease.computed, lease.named_tables, {})
+
+
+def step_progress(sample: Sample, lease: Lease, tables: StepTables) -> Progress:
+    request = sample.request
+    return Progress(tables.start, tables.end, request.prompt_tokens, request.breakpoints, lease.wanted)

@@ -1,0 +1,180 @@
+"""The half that moves: rows of stored objects into pages, and rows of pages into objects. It asks no store what it has.
+
+All it knows of a request is a `PageRequest` and the keys of the blocks at which objects end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hybridkv.cache import NULL_PAGE
+from hybridkv.store import Store
+from hybridkv.stream.catalogue import Catalogue, StoredGroup
+from hybridkv.stream.dump import Dumper, Outgoing
+from hybridkv.stream.dump_rule import DumpPoint
+from hybridkv.stream.load import Load
+from hybridkv.stream.requests import PageRequest
+from hybridkv.stream.row_io import PageBytes
+from hybridkv.stream.stats import StreamStats
+from hybridkv.stream.step import StepTransfers
+from hybridkv.stream.workers import Workers
+
+LOG = logging.getLogger("hybridkv.stream")
+_READERS = 8
+_NEWS = 0.3
+"""How much a load changes what is expected of the next."""
+LOAD_TIMEOUT_S = 30.0
+MAX_WAITING_BYTES = 256 * 2**20
+CLOSE_TIMEOUT_S = 30.0
+"""For what is on its way to a store when it is closed."""
+
+
+class Mover:
+    """Called on the thread that owns the pages. The work is done on others."""
+
+    def __init__(
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        pages: PageBytes,
+        stats: StreamStats,
+        *,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        on_load: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_waiting_bytes`: of rows that wait to be written. `on_load`: called on any thread when a load is over."""
+        self.catalogue = catalogue
+        self._store = store
+        self._pages = pages
+        self._stats = stats
+        self._load_timeout_s = load_timeout_s
+        self._on_load = on_load
+        self._clock = clock
+        self._dumper = Dumper(store, pages, stats, max_waiting_bytes)
+        self._readers = Workers(_READERS, "hybridkv-load")
+        self._loads: list[Load] = []
+        """Loads that still occupy readers."""
+        self._bytes_per_s = 0.0
+        """Of the last loads; older ones count less and less."""
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether reads hang on all threads: then no request waits for another load."""
+        self._loads = [load for load in self._loads if load.is_reading]
+        return sum(load.num_hanging for load in self._loads) >= self._readers.count
+
+    def load(self, request: PageRequest, keys: Mapping[int, bytes]) -> Load:
+        """Start to fill the request's pages. `keys`: at `catalogue.load_ends(request.start, request.end)`."""
+        load = Load(
+            self._store,
+            self.catalogue,
+            self._pages,
+            request,
+            keys,
+            deadline=self._clock() + self._load_timeout_s,
+            clock=self._clock,
+        )
+        self._loads.append(load)
+        load.submit(self._readers, self._on_load)
+        return load
+
+    def predicted_seconds(self, start: int, end: int) -> float | None:
+        """What a load would take, going by the last ones; None before there were any."""
+        if not self._bytes_per_s:
+            return None
+        return self.catalogue.load_bytes(start, end) / self._bytes_per_s
+
+    def ended(self, load: Load, mode: str) -> None:
+        """A load is over, or is given up: count it."""
+        stats = self._stats
+        if load.failure is not None:
+            stats.failures[load.failure] += 1
+            if load.failure == "error":  # no store should raise it: a bug, and the request does not tell
+                LOG.error("a load failed", exc_info=load.error)
+        else:
+            stats.loads[mode] += 1
+            rate = load.num_bytes / max(load.seconds, 1e-6)
+            self._bytes_per_s += (rate - self._bytes_per_s) * (_NEWS if self._bytes_per_s else 1.0)
+            stats.loaded_tokens += load.end - load.start
+        stats.loaded_bytes += load.num_bytes
+        stats.load_seconds += load.seconds
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepTransfers:
+        """A step's transfers: none yet."""
+        return StepTransfers(self._dumper)
+
+    def dump(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> list[Outgoing]:
+        """Begin objects that end at `points`, for a step that computes them. `keys`: at their ends.
+
+        Left out are objects of which a page is missing, those that are being written, and all beyond the limit of what
+        may wait.
+        """
+        found: list[Outgoing] = []
+        for point in points:
+            tokens = {group: self._block_pages(group, request, point.end) for group in self.catalogue.token_groups}
+            states = {group: request.states[group.name].get(point.end) for group in self.catalogue.state_groups}
+            resumes = point.resumes and None not in (*tokens.values(), *states.values())
+            if resumes or self.catalogue.ends_stretch(point.end):
+                found += self._begin(tokens, states if resumes else {}, point.end, keys[point.end])
+        return found
+
+    def dump_now(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> None:
+        """The same for tokens that have been computed: written without waiting for a step."""
+        for outgoing in self.dump(request, points, keys):
+            for number in range(len(outgoing.group.rows)):
+                self._dumper.row(outgoing, number)
+            self._dumper.judge(outgoing, True)
+        self.settle()
+
+    def settle(self) -> None:
+        """After a step: what it has left may be overwritten."""
+        self._pages.settle()
+
+    def _block_pages(self, group: StoredGroup, request: PageRequest, end: int) -> Sequence[int] | None:
+        """The pages of the object that ends at `end`; None if one is missing."""
+        stretch = self.catalogue.stretch(group, end)
+        pages = list(request.blocks[group.name][stretch.first : stretch.last])
+        return None if NULL_PAGE in pages else pages
+
+    def _begin(
+        self,
+        tokens: Mapping[StoredGroup, Sequence[int] | None],
+        states: Mapping[StoredGroup, Sequence[int] | None],
+        end: int,
+        key: bytes,
+    ) -> list[Outgoing]:
+        catalogue = self.catalogue
+        objects = [
+            (group, [pages] * len(group.rows), len(pages) * catalogue.block_tokens)
+            for group, pages in tokens.items()
+            if pages
+        ]
+        objects += [
+            (group, [[pages[row.page]] for row in group.rows], catalogue.grid_tokens)
+            for group, pages in states.items()
+            if pages is not None
+        ]
+        begun = [
+            Outgoing(catalogue.name(group, key), group, by_row, position=end, num_tokens=num_tokens)
+            for group, by_row, num_tokens in objects
+        ]
+        return [outgoing for outgoing in begun if self._dumper.begin(outgoing)]
+
+    def drain(self) -> None:
+        """Wait until everything dumped so far is written."""
+        self._dumper.drain()
+
+    def close(self, timeout_s: float, reads_timeout_s: float) -> None:
+        """Give up all loads, and write what has been dumped. What hangs is left to itself."""
+        for load in self._loads:
+            load.give_up("aborted", RuntimeError("the engine was closed"))
+        self._dumper.close(timeout_s)
+        self._readers.close(0.0 if self.is_blocked else reads_timeout_s)

@@ -1,0 +1,84 @@
+"""The bytes of rows in pages, and how they get in and out. Nothing here knows where the pages came from.
+
+Rows are read into a buffer outside the pages first and copied into them once they have been checked. So a read that
+hangs, or that brings wrong bytes, never touches a page.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridkv.plan import GroupPlan, Row
+
+
+class Copy(NamedTuple):
+    """Bytes that were copied out of pages, or will be as soon as `wait` returns."""
+
+    data: memoryview
+    wait: Callable[[], None]
+
+
+class PageBytes(ABC):
+    """Rows of pages, as bytes."""
+
+    @abstractmethod
+    def order(self) -> Callable[[], None]:
+        """Call on the engine thread. Returns a function for the reader thread, to be called before `copy_in`.
+
+        It orders that copy after everything that was submitted before this call.
+        """
+
+    @abstractmethod
+    def stage(self, row: Row, count: int) -> memoryview:
+        """A buffer outside the pages for the row of `count` pages, for a store to read into."""
+
+    @abstractmethod
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        """Copy a staged row into its pages. A page of None is skipped. The copy is complete on return."""
+
+    @abstractmethod
+    def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
+        """The row of each page, one after the other, as it is now."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Pages that were copied out may be written again by what is submitted from now on."""
+
+
+class HostPages(PageBytes):
+    """Bytes that the processor reads and writes itself."""
+
+    def __init__(self, buffer: bytearray | memoryview) -> None:
+        self._bytes = memoryview(buffer).cast("B")
+
+    def order(self) -> Callable[[], None]:
+        return _nothing
+
+    def stage(self, row: Row, count: int) -> memoryview:
+        return np.empty(row.nbytes * count, np.uint8).data
+
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        for index, page in enumerate(pages):
+            if page is not None:
+                self._view(group, row, page)[:] = staged[index * row.nbytes : (index + 1) * row.nbytes]
+
+    def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
+        data = memoryview(bytearray(row.nbytes * len(pages)))
+        for index, page in enumerate(pages):
+            data[index * row.nbytes : (index + 1) * row.nbytes] = self._view(group, row, page)
+        return Copy(data, _nothing)
+
+    def settle(self) -> None:
+        """Copies are done when they are made."""
+
+    def _view(self, group: GroupPlan, row: Row, page: int) -> memoryview:
+        start = page * group.stride_bytes + row.offset_bytes
+        return self._bytes[start : start + row.nbytes]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

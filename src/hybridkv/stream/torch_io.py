@@ -1,0 +1,74 @@
+"""The bytes of rows in a torch buffer: those of a CPU as they are, those of a GPU through pinned memory.
+
+Transfers on a GPU run on a stream of their own. What they write is ordered after all that was submitted when they were
+prepared. What they read is ordered before all that is submitted after `settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybridkv.plan import GroupPlan, Row
+from hybridkv.stream.row_io import Copy, HostPages, PageBytes
+
+_WORD = torch.int64
+"""What rows are copied as on a GPU: they begin and end on 64 bytes."""
+
+
+def page_bytes(buffer: torch.Tensor) -> PageBytes:
+    """`buffer`: all bytes of an arena, one after the other."""
+    return DevicePages(buffer) if buffer.device.type == "cuda" else HostPages(memoryview(buffer.numpy()))
+
+
+class DevicePages(PageBytes):
+    """Arena bytes on a GPU. A row of many pages is one transfer and one kernel that scatters or gathers it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._device = buffer.device
+        self._words = buffer.view(_WORD)
+        self._in = torch.cuda.Stream(buffer.device)
+        self._out = torch.cuda.Stream(buffer.device)
+
+    def order(self) -> Callable[[], None]:
+        submitted = torch.cuda.current_stream(self._device).record_event()
+        return lambda: self._in.wait_event(submitted)
+
+    def stage(self, row: Row, count: int) -> memoryview:
+        return memoryview(_pinned(row, count).numpy()).cast("B")
+
+    def copy_in(self, group: GroupPlan, row: Row, pages: Sequence[int | None], staged: memoryview) -> None:
+        words = torch.frombuffer(staged, dtype=_WORD).view(len(pages), -1)
+        wanted = [index for index, page in enumerate(pages) if page is not None]
+        with torch.cuda.stream(self._in):
+            rows = words.to(self._device, non_blocking=True)
+            if len(wanted) < len(pages):
+                rows = rows[torch.tensor(wanted, device=self._device)]
+            places = torch.tensor([page for page in pages if page is not None], device=self._device)
+            self._rows(group, row).index_copy_(0, places, rows)
+            done = self._in.record_event()
+        done.synchronize()
+
+    def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        staged = _pinned(row, len(pages))
+        with torch.cuda.stream(self._out):
+            places = torch.tensor(pages, device=self._device)
+            staged.copy_(self._rows(group, row).index_select(0, places), non_blocking=True)
+            done = self._out.record_event()
+        return Copy(memoryview(staged.numpy()).cast("B"), done.synchronize)
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._out)
+
+    def _rows(self, group: GroupPlan, row: Row) -> torch.Tensor:
+        """The row of every page of the arena: `[pages, words]`."""
+        size, stride = _WORD.itemsize, group.stride_bytes // _WORD.itemsize
+        shape = len(self._words) // stride, row.nbytes // size
+        return self._words.as_strided(shape, (stride, 1), row.offset_bytes // size)
+
+
+def _pinned(row: Row, count: int) -> torch.Tensor:
+    """Host memory for the row of so many pages, that a GPU can reach by itself."""
+    return torch.empty((count, row.nbytes // _WORD.itemsize), dtype=_WORD, pin_memory=True)
