@@ -1,0 +1,282 @@
+"""`stream` without an engine: pages in a bytearray, and "models" whose rows are made from the tokens before them.
+
+    python -m tests.stream.halves finding MIX DIRECTORY
+
+runs the half that finds in one process, and has it start the half that moves in another. They share a file store. What
+goes between them is plain data. Neither imports torch. Exits with 0 if every byte was right.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from hashlib import shake_128
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from hybridkv.cache import CacheLayout
+from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens, root_key
+from hybridkv.plan import Plan, PlanOptions, make_plan
+from hybridkv.spec import (
+    ChunkedLocal,
+    DType,
+    FullAttention,
+    LatentAttention,
+    LayerSpec,
+    LinearState,
+    ModelSpec,
+    Part,
+    SlidingWindow,
+    Split,
+)
+from hybridkv.store import FileStore, Store
+from hybridkv.stream import (
+    Catalogue,
+    DumpPoint,
+    DumpRule,
+    Fetch,
+    Finder,
+    HostPages,
+    Load,
+    Mover,
+    PageRequest,
+    Progress,
+    StreamStats,
+)
+from hybridkv.stream.catalogue import StoredGroup
+
+SIZE = 16
+STRETCH_TOKENS = 32
+_HEADS = (Split.whole(2),)
+_KV = (Part("k", _HEADS, (4,), DType.BFLOAT16), Part("v", _HEADS, (4,), DType.BFLOAT16))
+_LATENT = (
+    Part("latent", (Split.whole(1),), (8,), DType.BFLOAT16),
+    Part("rope", (Split.whole(1),), (4,), DType.BFLOAT16),
+)
+_STATE = (Part("conv", _HEADS, (3,), DType.BFLOAT16), Part("recurrent", _HEADS, (4, 4), DType.FLOAT32))
+
+MIXES: dict[str, list[LayerSpec]] = {
+    "full": [FullAttention(layer, _KV) for layer in range(3)],
+    "window": [SlidingWindow(0, _KV, 40), FullAttention(1, _KV), SlidingWindow(2, _KV, 40)],
+    "state": [LinearState(0, _STATE), FullAttention(1, _KV), LinearState(2, _STATE)],
+    "all": [
+        LinearState(0, _STATE),
+        LatentAttention(1, _LATENT),
+        ChunkedLocal(2, _KV, 48),
+        SlidingWindow(3, _KV, 20),
+        LinearState(4, _STATE),
+    ],
+    "states only": [LinearState(0, _STATE), LinearState(1, _STATE)],
+}
+
+
+def plan_of(mix: str) -> Plan:
+    layers = tuple(MIXES[mix])
+    spec = ModelSpec(mix, mix, len(layers), 8, DType.BFLOAT16, 1, 0, layers, "")
+    return make_plan(spec, PlanOptions(1 << 20, block_tokens=SIZE, row_layers=1))
+
+
+def catalogue_of(plan: Plan) -> Catalogue:
+    return Catalogue(plan, CacheLayout.from_plan(plan), "weights", stretch_tokens=STRETCH_TOKENS)
+
+
+class Order(NamedTuple):
+    """One request: all that the half that finds tells the half that moves."""
+
+    tokens: bytes
+    load: PageRequest | None
+    load_keys: dict[int, bytes]
+    step: PageRequest
+    points: list[DumpPoint]
+    keys: dict[int, bytes]
+
+
+class Report(NamedTuple):
+    """What became of it."""
+
+    num_wrong: int
+    """Rows that a layer found wrong when it was about to run."""
+    failure: str | None
+    num_good: int
+
+
+class Finding:
+    """A scheduler: finds, says where everything lies, and hears what became of it."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan = plan
+        self.stats = StreamStats()
+        self.finder = Finder(store, catalogue_of(plan), self.stats, on_answer=lambda: None)
+        self.rule = DumpRule(self.finder.catalogue)
+        self.num_used: dict[str, int] = {}
+
+    def order(self, tokens: list[int], *, load: bool = True) -> Order:
+        catalogue, packed = self.finder.catalogue, pack_tokens(tokens)
+        keys = self.finder.block_keys(root_key())
+        found = _answer(self.finder.find(keys, packed, 0, len(tokens) - 1)) if load else 0
+        self.num_used.clear()
+        blocks = {group.name: self._pages(group, -(-len(tokens) // SIZE)) for group in catalogue.token_groups}
+        points = self.rule.of_step(Progress(found, len(tokens), len(tokens), breakpoints=[40]))
+        step = PageRequest(found, len(tokens), blocks, self._states([point.end for point in points if point.resumes]))
+        wanted = PageRequest(0, found, blocks, self._states([found])) if found else None
+        load_ends = catalogue.load_ends(0, found) if found else set()
+        return Order(packed, wanted, keys.at(load_ends, packed), step, points, keys.at([p.end for p in points], packed))
+
+    def _states(self, positions: list[int]) -> dict[str, dict[int, list[int]]]:
+        return {
+            group.name: {end: self._pages(group, group.cache.pages_per_state) for end in positions}
+            for group in self.finder.catalogue.state_groups
+        }
+
+    def _pages(self, group: StoredGroup, count: int) -> list[int]:
+        """Pages that nothing else uses: every group has its own slabs."""
+        groups = self.finder.catalogue.groups
+        per_group = (self.plan.num_slabs - 1) // len(groups) * group.cache.pages_per_slab
+        first = group.cache.pages_per_slab + groups.index(group) * per_group
+        used = self.num_used.get(group.name, 0)
+        self.num_used[group.name] = used + count
+        assert used + count <= per_group
+        return list(range(first + used, first + used + count))
+
+
+class Moving:
+    """A worker: layers "run", and its memory is a bytearray."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan = plan
+        self.memory = bytearray(plan.arena_bytes)
+        self.stats = StreamStats()
+        self.mover = Mover(store, catalogue_of(plan), HostPages(self.memory), self.stats, on_load=lambda: None)
+
+    def run(self, order: Order) -> Report:
+        self.memory[:] = bytes(len(self.memory))
+        step, load = self.mover.step(), self._load(order)
+        if load is not None:
+            step.loads["a"] = load
+        for outgoing in self.mover.dump(order.step, order.points, order.keys):
+            step.add("a", outgoing)
+        num_wrong = 0
+        for layer in range(self.plan.model.num_layers):
+            step.before_layer(layer)
+            num_wrong += self._num_wrong(order, layer) if load is not None and load.failure is None else 0
+            self._compute(order, layer)
+            step.after_layer(layer)
+        step.finish()
+        step.judge("a", load is None or load.failure is None)
+        step.publish()
+        self.mover.settle()
+        if load is not None:
+            self.mover.ended(load, "layerwise")
+        self.mover.drain()
+        return Report(num_wrong, load.failure if load else None, load.num_good if load else 0)
+
+    def _load(self, order: Order) -> Load | None:
+        return None if order.load is None else self.mover.load(order.load, order.load_keys)
+
+    def _compute(self, order: Order, layer: int) -> None:
+        for group, number, end, page in self._rows(order.step, layer):
+            self._bytes(group, number, page)[:] = content(group, number, order.tokens, end)
+
+    def _num_wrong(self, order: Order, layer: int) -> int:
+        """Of the rows that the layer sees from the end of what was loaded."""
+        assert order.load is not None
+        rows = [
+            row
+            for row in self._rows(order.load, layer)
+            if row[2] // SIZE > row[0].cache.sight.first_visible_block(order.load.end, SIZE)
+        ]
+        assert rows
+        return sum(
+            self._bytes(group, number, page) != content(group, number, order.tokens, end)
+            for group, number, end, page in rows
+        )
+
+    def _rows(self, request: PageRequest, layer: int) -> Iterator[tuple[StoredGroup, int, int, int]]:
+        """Every row of a layer that the request's whole blocks and states have: group, number, end and page."""
+        for group in self.mover.catalogue.groups:
+            for number, row in enumerate(group.rows):
+                if not row.first_layer <= layer <= row.last_layer:
+                    continue
+                if group.is_state:
+                    for end, pages in request.states[group.name].items():
+                        yield group, number, end, pages[row.page]
+                else:
+                    for block in range(request.start // SIZE, request.end // SIZE):
+                        yield group, number, (block + 1) * SIZE, request.blocks[group.name][block]
+
+    def _bytes(self, group: StoredGroup, number: int, page: int) -> memoryview:
+        row = group.rows[number]
+        start = page * group.plan.stride_bytes + row.offset_bytes
+        return memoryview(self.memory)[start : start + row.nbytes]
+
+
+def content(group: StoredGroup, number: int, tokens: bytes, end: int) -> bytes:
+    """What the row of a block or state that ends at `end` is for these tokens, and for no others."""
+    seed = f"{group.name} {number} ".encode() + tokens[: end * TOKEN_BYTES]
+    return shake_128(seed).digest(group.rows[number].nbytes)
+
+
+def _answer(fetch: Fetch | None) -> int:
+    if fetch is None:
+        return 0
+    deadline = time.monotonic() + 20
+    while not fetch.is_answered:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not fetch.has_failed
+    return fetch.position
+
+
+# --- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def find(mix: str, directory: str) -> None:
+    """Two prompts with one beginning, each twice: what the first leaves, the others load."""
+    shared = list(range(1, 101))
+    with FileStore(Path(directory), 1 << 24) as store:
+        finding = Finding(plan_of(mix), store)
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tests.stream.halves", "moving", mix, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        loaded = []
+        for tail in (7, 8, 7):
+            order = finding.order([*shared, *[tail] * 30])
+            _send(worker.stdin, order)
+            report: Report = pickle.load(worker.stdout)
+            assert report.num_wrong == 0, report
+            assert report.failure is None, report
+            assert report.num_good == (order.load.end if order.load else 0)
+            loaded.append(report.num_good)
+        worker.stdin.close()
+        assert worker.wait(20) == 0
+        finding.finder.close(2.0)
+    sys.stdout.write(" ".join(map(str, loaded)))
+
+
+def move(mix: str, directory: str) -> None:
+    with FileStore(Path(directory), 1 << 24) as store:
+        moving = Moving(plan_of(mix), store)
+        while True:
+            try:
+                order: Order = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                break
+            _send(sys.stdout.buffer, moving.run(order))
+        moving.mover.close(5.0, 2.0)
+
+
+def _send(pipe: IO[bytes], message: object) -> None:
+    pickle.dump(message, pipe)
+    pipe.flush()
+
+
+if __name__ == "__main__":
+    {"finding": find, "moving": move}[sys.argv[1]](*sys.argv[2:])
+    assert "torch" not in sys.modules
