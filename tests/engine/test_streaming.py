@@ -19,7 +19,7 @@ import torch
 from hybridkv import Engine, Result, SamplingParams
 from hybridkv.errors import HybridKVError
 from hybridkv.store import inspect_store
-from hybridkv.store.files import FileStore
+from hybridkv.store.file.blobs import FileStore
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import fresh, prompt
 from tests.store.faulty import Fault, Kind
@@ -442,7 +442,7 @@ def test_a_process_that_is_killed_leaves_a_store_that_others_can_use(saved: Path
 _HANG = """
 import sys, threading
 from hybridkv import Engine, SamplingParams
-from hybridkv.store.files import FileStore
+from hybridkv.store.file.blobs import FileStore
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind
 from tests.stream.faults import GarbageStore

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from hybridkv.store import FileStore, MissingObject, StoreFault
-from hybridkv.store.files import FileBlobs
+from hybridkv.store.file.blobs import FileBlobs
 from tests.store.samples import load, name_of, rows_of, save
 
 ROWS = (6000, 300_000)

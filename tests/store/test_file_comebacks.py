@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.store import FileStore, Guarded, StoreFault, open_store
-from hybridkv.store.files import FileBlobs
+from hybridkv.store.file.blobs import FileBlobs
 from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
 from tests.store.test_guard import Clock
 

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.store import CorruptObject, Direct, FileStore, Guarded, Reader, StoreFault
-from hybridkv.store.files import FileBlobs
-from hybridkv.store.ledger import Ledger
+from hybridkv.store.file.blobs import FileBlobs
+from hybridkv.store.file.usage_file import Ledger
 from tests.store.processes import KILLS, PARTS
 from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 
@@ -196,7 +196,7 @@ def test_fault_of_one_object_does_not_keep_others_from_being_evicted(
 def test_fault_of_a_disk_that_hangs_keeps_no_store_from_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridkv.store.ledger._PATIENCE_S", 0.1)
+    monkeypatch.setattr("hybridkv.store.file.usage_file._PATIENCE_S", 0.1)
     store, reached, release = FileStore(tmp_path, 1 << 20), Event(), Event()
     blobs = store.blobs
     assert isinstance(blobs, FileBlobs)

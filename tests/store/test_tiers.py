@@ -196,7 +196,7 @@ def test_no_memory_for_a_copy_is_no_trouble_for_who_reads(monkeypatch: pytest.Mo
     above, below, store = pair()
     save(below, NAMES[0])
     with monkeypatch.context() as patch:
-        patch.setattr("hybridkv.store.lift.gather", full)
+        patch.setattr("hybridkv.store.tiers.promotion.gather", full)
         assert load(store, NAMES[0]) == rows_of(NAMES[0])
     store.drain()
     assert list(above.objects()) == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hybridkv.store import StoreFault
-from hybridkv.store.files import FileStore
+from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.guard import Guarded
 from tests.engine.drive import GREEDY, check_greedy, memory_for
 from tests.engine.zoo import prompt

@@ -1,14 +1,14 @@
 """Objects of cache rows outside the arena: in memory, on disk. Knows bytes and names; no tensors, no requests."""
 
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
-from hybridkv.store.file_io import Direct
-from hybridkv.store.files import FileStore
+from hybridkv.store.file.blobs import FileStore
+from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
 from hybridkv.store.memory import MemoryStore
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header, Row
 from hybridkv.store.store import Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tiers import Tier, TieredStore, Write
+from hybridkv.store.tiers.store import Tier, TieredStore, Write
 from hybridkv.store.urls import inspect_store, open_store
 
 __all__ = [

@@ -13,12 +13,12 @@ from xxhash import xxh3_64
 
 from hybridkv.store.blobs import Blob, Blobs, Draft, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
+from hybridkv.store.counters import Tally
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
-from hybridkv.store.gate import Gate
 from hybridkv.store.names import ObjectName, check_group, check_namespace
 from hybridkv.store.objects import Header, Layout, Row, encode_header, layout
+from hybridkv.store.shared_handle import Gate
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tally import Tally
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger("hybridkv.store")

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from hybridkv.store.breaker import Breaker
+from hybridkv.store.counters import Tally
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tally import Tally
 
 # How far a call gets. A store is well again only when a call has got as far as the one that failed.
 _BEGUN, _OPEN, _MOVED = 0, 1, 2

@@ -15,8 +15,8 @@ from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
 from hybridkv.store.buffers import Buffers, gather, scatter, total
 from hybridkv.store.errors import MissingObject, StoreFault
+from hybridkv.store.eviction import Candidate, chosen, ranked, with_slack
 from hybridkv.store.names import ObjectName
-from hybridkv.store.ranking import Candidate, chosen, ranked, with_slack
 from hybridkv.store.store import Leftovers, Stored
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,12 +11,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.errors import StoreError
-from hybridkv.store.file_io import Direct
-from hybridkv.store.files import FileStore
+from hybridkv.store.file.blobs import FileStore
+from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
 from hybridkv.store.memory import MemoryStore
 from hybridkv.store.store import Store
-from hybridkv.store.tiers import Tier, TieredStore, Write
+from hybridkv.store.tiers.store import Tier, TieredStore, Write
 from hybridkv.units import parse_size
 
 Choice = TypeVar("Choice", bound=Enum)

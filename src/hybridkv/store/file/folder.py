@@ -18,7 +18,7 @@ from stat import S_ISREG
 from typing import NamedTuple
 
 from hybridkv.store.errors import StoreError, StoreFault
-from hybridkv.store.file_io import kind_of
+from hybridkv.store.file.io import kind_of
 from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
 ROOT = "hybridkv-v1"

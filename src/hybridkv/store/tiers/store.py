@@ -8,14 +8,14 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
-from hybridkv.store.courier import Courier, Errand
+from hybridkv.store.counters import Tally
 from hybridkv.store.errors import StoreError, StoreFault
-from hybridkv.store.lift import Lift
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tally import Tally
-from hybridkv.store.tier_io import TieredReader, TieredWriter, begin_writing, copy_object
+from hybridkv.store.tiers.copy_queue import Courier, Errand
+from hybridkv.store.tiers.io import TieredReader, TieredWriter, begin_writing, copy_object
+from hybridkv.store.tiers.promotion import Lift
 
 logger = logging.getLogger("hybridkv.store")
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from hybridkv.store.blobs import Blob, header_of
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
-from hybridkv.store.folder import Found
+from hybridkv.store.eviction import Candidate
+from hybridkv.store.file.folder import Found
 from hybridkv.store.names import ObjectName
-from hybridkv.store.ranking import Candidate
 
 _FEWEST = 64
 _TIMES = 4

@@ -13,19 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from hybridkv.errors import HybridKVError
-from hybridkv.store.about import encode_description, read_descriptions
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
 from hybridkv.store.buffers import Buffers
-from hybridkv.store.drafts import DraftFile, Drafts
 from hybridkv.store.errors import MissingObject, StoreError, StoreFault
-from hybridkv.store.file_io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
-from hybridkv.store.folder import ROOT, Folder
-from hybridkv.store.ledger import Books, Ledger
+from hybridkv.store.eviction import chosen, ranked, with_slack
+from hybridkv.store.file.descriptions import encode_description, read_descriptions
+from hybridkv.store.file.folder import ROOT, Folder
+from hybridkv.store.file.io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
+from hybridkv.store.file.pending import DraftFile, Drafts
+from hybridkv.store.file.usage_file import Books, Ledger
+from hybridkv.store.file.values import Appraiser
 from hybridkv.store.names import ObjectName
-from hybridkv.store.ranking import chosen, ranked, with_slack
 from hybridkv.store.store import Leftovers, Stored
-from hybridkv.store.worth import Appraiser
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from hybridkv.store.counters import Tally
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Reader, Store, Writer
-from hybridkv.store.tally import Tally
 
 
 class Listener(Protocol):

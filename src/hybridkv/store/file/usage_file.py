@@ -22,7 +22,7 @@ from threading import Lock
 from xxhash import xxh3_64_intdigest
 
 from hybridkv.store.errors import StoreError, StoreFault
-from hybridkv.store.file_io import kind_of
+from hybridkv.store.file.io import kind_of
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.store.ranking import Candidate, chosen, ranked, with_slack
+from hybridkv.store.eviction import Candidate, chosen, ranked, with_slack
 from tests.store.samples import name_of
 
 NOW = 1_000_000.0

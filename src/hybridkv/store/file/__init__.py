@@ -1,0 +1,1 @@
+"""A directory that several processes share as one store."""
