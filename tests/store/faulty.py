@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 from hybridkv.store import MissingObject, ObjectName, Stored, StoreFault, Writer
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.store.blobs import Blob, Blobs, Draft, Usage, header_of
+from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.objects import layout
 from hybridkv.store.store import Leftovers
 
@@ -134,10 +134,10 @@ class FaultyBlobs(Blobs):
             raise MissingObject(f"{name}: injected")
         return self.wrap(name, self._blobs.open(name))
 
-    def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
+    def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         self.check(Kind.FAIL_CREATE, name.group)
-        draft = self._blobs.draft(name, nbytes, value, position)
-        return None if draft is None else FaultyDraft(self, name, draft)
+        pending = self._blobs.begin(name, nbytes, value, position)
+        return None if pending is None else FaultyPendingBlob(self, name, pending)
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         return self._blobs.delete(names)
@@ -200,11 +200,11 @@ class FaultyBlob(Blob):
         self._blob.close()
 
 
-class FaultyDraft(Draft):
-    def __init__(self, blobs: FaultyBlobs, name: ObjectName, draft: Draft) -> None:
+class FaultyPendingBlob(PendingBlob):
+    def __init__(self, blobs: FaultyBlobs, name: ObjectName, pending: PendingBlob) -> None:
         self._blobs = blobs
         self._name = name
-        self._draft = draft
+        self._pending_blob = pending
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         row = bisect_right(self._blobs.offsets[self._name], offset) - 1
@@ -213,11 +213,11 @@ class FaultyDraft(Draft):
             if slow is not None:
                 slow.release.wait()
             self._blobs.check(Kind.FAIL_WRITE, self._name.group, row)
-        self._draft.write_at(offset, buffers)
+        self._pending_blob.write_at(offset, buffers)
 
     def publish(self) -> bool:
         self._blobs.check(Kind.FAIL_COMMIT, self._name.group)
-        return self._draft.publish()
+        return self._pending_blob.publish()
 
     def discard(self) -> None:
-        self._draft.discard()
+        self._pending_blob.discard()

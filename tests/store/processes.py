@@ -45,12 +45,12 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def check(directory: Path) -> int:
-    """After anything: all that is visible is whole, nothing else survives, the books are right. How many there are."""
+    """After anything: all that is visible is whole, nothing else survives, the counts are right. How many there are."""
     with FileStore(directory, SIZE) as store:
         blobs = store.blobs
         assert isinstance(blobs, FileBlobs)
         counted = blobs.recount()
-        assert blobs.usage() == (counted.objects, counted.nbytes), "the books are wrong"
+        assert blobs.usage() == (counted.objects, counted.nbytes), "the counts are wrong"
         count = 0
         for stored in store.objects():
             assert load(store, stored.name) == rows_of(stored.name, ROWS), stored
@@ -120,9 +120,9 @@ def share(directory: Path) -> None:
         blobs = store.blobs
         assert isinstance(blobs, FileBlobs)
         while workers:
-            with blobs.ledger.open() as books:
+            with blobs.usage_file.open() as counts:
                 counted = blobs.recount()
-            assert counted == books, "the books are wrong"
+            assert counted == counts, "the counts are wrong"
             most = max(most, counted.nbytes)
             pid, status = os.waitpid(workers[0], os.WNOHANG)
             if pid:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hybridkv.store import FileStore, MemoryStore, Reader, StoreFault, Tier, TieredStore, Write
-from hybridkv.store.tiers.copy_queue import Courier, Errand
+from hybridkv.store import FileStore, MemoryStore, Reader, StoreFault, Tier, TieredStore, WritePolicy
+from hybridkv.store.tiers.copy_queue import CopyQueue, CopyTask
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import ROWS, load, name_of, rows_of, save
 
@@ -45,7 +45,7 @@ def test_a_copy_that_hangs_keeps_no_store_from_closing(caplog: pytest.LogCapture
 def test_a_copy_down_that_hangs_is_waited_for_once() -> None:
     slow = Fault(Kind.SLOW_WRITE)
     above, below = MemoryStore(1 << 20), FaultyStore(MemoryStore(1 << 20), [slow])
-    store = TieredStore([Tier(above, Write.BACK), Tier(below)], most_waiting_bytes=1, patience_s=0.2)
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)], most_waiting_bytes=1, patience_s=0.2)
     for name in NAMES:
         save(store, name)
     assert seconds_of(store.close) < 5 * 0.2 + 1
@@ -55,19 +55,19 @@ def test_a_copy_down_that_hangs_is_waited_for_once() -> None:
 def test_copies_that_take_their_time_are_waited_for() -> None:
     """Patience is for each of them, not for all."""
     done: list[int] = []
-    courier = Courier(1)
+    copies = CopyQueue(1)
 
     def run(number: int) -> None:
         time.sleep(0.1)
         done.append(number)
 
     for number in range(5):
-        assert courier.hand_over(Errand(1, lambda number=number: run(number)), 2.0)  # type: ignore[misc]
-    assert courier.close(2.0)
+        assert copies.hand_over(CopyTask(1, lambda number=number: run(number)), 2.0)  # type: ignore[misc]
+    assert copies.close(2.0)
     assert done == list(range(5))
-    assert not courier.offer(Errand(1, lambda: None))
-    assert not courier.hand_over(Errand(1, lambda: None), 2.0)
-    assert not courier.reserve(1)
+    assert not copies.offer(CopyTask(1, lambda: None))
+    assert not copies.hand_over(CopyTask(1, lambda: None), 2.0)
+    assert not copies.reserve(1)
 
 
 @pytest.mark.parametrize("error", [KeyError, MemoryError, SystemExit])
@@ -93,7 +93,7 @@ def test_a_copy_that_fails_in_any_way_does_not_end_the_next(
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_fault_of_one_tier_while_beginning_leaves_it_out(bad: int) -> None:
-    """Without guards: the other tier has the object, and no draft is left of it anywhere."""
+    """Without guards: the other tier has the object, and no pending blob is left of it anywhere."""
     tiers = [FaultyStore(MemoryStore(1 << 20)) for _ in range(2)]
     tiers[bad].faults.append(Fault(Kind.FAIL_CREATE))
     store = TieredStore([Tier(tier) for tier in tiers])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from hybridkv.store.eviction import Candidate, chosen, ranked, with_slack
+from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
 from tests.store.samples import name_of
 
 NOW = 1_000_000.0
 
 
-def candidate(number: int, age: float = 100, value: float = 1, position: int = 0, group: str = "full") -> Candidate:
-    return Candidate(name_of(number, group), 10, NOW - age, value, position)
+def candidate(number: int, age: float = 100, value: float = 1, position: int = 0, group: str = "full") -> Evictable:
+    return Evictable(name_of(number, group), 10, NOW - age, value, position)
 
 
-def order(*candidates: Candidate) -> list[int]:
+def order(*candidates: Evictable) -> list[int]:
     found = ranked(candidates, NOW)
     return [candidates.index(one) for one in found]
 

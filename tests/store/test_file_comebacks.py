@@ -120,7 +120,7 @@ def test_writers_of_a_directory_that_went_leave_nothing_in_the_next(store: FileS
 
 
 def test_two_who_share_a_directory_share_the_next_one(store: FileStore, tmp_path: Path) -> None:
-    """Whoever keeps to the old ledger is locked out by nobody."""
+    """A lock on the old usage file excludes no other process."""
     with FileStore(tmp_path / "cache", SIZE) as other:
         shutil.rmtree(tmp_path / "cache")
         for one in (store, other):
@@ -132,8 +132,8 @@ def test_two_who_share_a_directory_share_the_next_one(store: FileStore, tmp_path
         assert load(store, NAMES[1]) == rows_of(NAMES[1])
         check_books(store)
         check_books(other)
-        with blobs_of(store).ledger.open():
-            assert blobs_of(other).ledger.glance() is None
+        with blobs_of(store).usage_file.open():
+            assert blobs_of(other).usage_file.glance() is None
 
 
 def test_reading_goes_on_while_an_object_is_open(store: FileStore, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hybridkv.store import CorruptObject, Direct, FileStore, Guarded, Reader, StoreFault
 from hybridkv.store.file.blobs import FileBlobs
-from hybridkv.store.file.usage_file import Ledger
+from hybridkv.store.file.usage_file import UsageFile
 from tests.store.processes import KILLS, PARTS
 from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 
@@ -39,10 +39,10 @@ def path_of(store: FileStore, number: int = 1) -> Path:
     return Path(blobs.folder.path(name_of(number)))
 
 
-def drafts_of(store: FileStore) -> list[Path]:
+def pending_of(store: FileStore) -> list[Path]:
     blobs = store.blobs
     assert isinstance(blobs, FileBlobs)
-    return sorted(blobs.folder.drafts.iterdir())
+    return sorted(blobs.folder.pending.iterdir())
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -109,7 +109,7 @@ def test_fault_of_a_full_disk_leaves_nothing_and_passes(store: FileStore, monkey
         patch.setattr(os, "pwritev", full)
         with pytest.raises(StoreFault, match="No space left"):
             save(store, NAME)
-    assert drafts_of(store) == []
+    assert pending_of(store) == []
     assert store.stats.nbytes == 0
     assert save(store, NAME)
 
@@ -128,7 +128,7 @@ def test_fault_of_a_disk_that_fills_up_within_a_write(store: FileStore, monkeypa
         with pytest.raises(StoreFault, match="No space left"):
             save(store, NAME)
     assert len(calls) == 4
-    assert drafts_of(store) == []
+    assert pending_of(store) == []
 
 
 def test_writes_that_come_back_short_go_on(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_fault_of_a_disk_that_hangs_keeps_no_store_from_closing(
         reached.set()
         release.wait(20)
 
-    monkeypatch.setattr(blobs._drafts, "new", hang)
+    monkeypatch.setattr(blobs._pending, "new", hang)
     thread = Thread(target=lambda: store.create(NAME, [4], value=1, position=0), daemon=True)
     thread.start()
     assert reached.wait(5)
@@ -215,7 +215,7 @@ def test_fault_of_a_disk_that_hangs_keeps_no_store_from_closing(
     release.set()
 
 
-def test_drafts_of_the_living_are_left_alone(store: FileStore, tmp_path: Path) -> None:
+def test_pending_of_the_living_are_left_alone(store: FileStore, tmp_path: Path) -> None:
     writer = store.create(NAME, ROWS, value=1, position=0)
     assert writer is not None
     with FileStore(tmp_path / "cache", 16 << 20) as other, writer:
@@ -226,7 +226,7 @@ def test_drafts_of_the_living_are_left_alone(store: FileStore, tmp_path: Path) -
         assert load(other, NAME) == rows_of(NAME)
 
 
-def test_drafts_of_the_dead_go_with_the_next_start_and_are_not_counted(tmp_path: Path) -> None:
+def test_pending_of_the_dead_go_with_the_next_start_and_are_not_counted(tmp_path: Path) -> None:
     with FileStore(tmp_path, 16 << 20) as store:
         save(store, NAME)
         used = store.stats.nbytes
@@ -259,7 +259,7 @@ def test_fault_of_a_store_closed_under_a_writer(tmp_path: Path) -> None:
         writer.commit()
     with FileStore(tmp_path, 16 << 20) as again:
         assert again.lookup([NAME]) == [False]
-        assert drafts_of(again) == []
+        assert pending_of(again) == []
 
 
 def test_fault_of_the_ledger_leaves_no_draft_and_still_hands_on_what_was_evicted(
@@ -274,10 +274,10 @@ def test_fault_of_the_ledger_leaves_no_draft_and_still_hands_on_what_was_evicted
         for number in range(4):
             save(store, name_of(number), [4096])
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "_write", broken)
+            patch.setattr(UsageFile, "_write", broken)
             with pytest.raises(StoreFault, match="Input/output error"):
                 store.create(name_of(9), [4096], value=1, position=0)
-        assert drafts_of(store) == []
+        assert pending_of(store) == []
         assert len(gone) == 4 - store.stats.objects > 0
         for reader in gone:
             with reader:

@@ -20,7 +20,7 @@ from hybridkv.store import (
     StoreFault,
     Tier,
     TieredStore,
-    Write,
+    WritePolicy,
 )
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
@@ -47,7 +47,9 @@ class TestThreeGuardedTiers(StoreConformance):
         return TieredStore([Tier(Guarded(store)) for store in stores])
 
 
-def pair(upper: int = 1 << 20, lower: int = 1 << 20, write: Write = Write.THROUGH) -> tuple[Store, Store, TieredStore]:
+def pair(
+    upper: int = 1 << 20, lower: int = 1 << 20, write: WritePolicy = WritePolicy.THROUGH
+) -> tuple[Store, Store, TieredStore]:
     above, below = MemoryStore(upper), MemoryStore(lower)
     return above, below, TieredStore([Tier(above, write), Tier(below)])
 
@@ -158,7 +160,7 @@ def test_rows_read_by_several_threads_and_twice_move_up() -> None:
 def test_what_is_open_keeps_no_store_from_closing() -> None:
     """Nor from taking down what has to go there."""
     above, below = MemoryStore(1 << 20), MemoryStore(1 << 20)
-    store = TieredStore([Tier(above, Write.BACK), Tier(below)], most_waiting_bytes=1)
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)], most_waiting_bytes=1)
     save(below, NAMES[0])
     save(above, NAMES[1])
     saved: list[bool] = []
@@ -179,7 +181,7 @@ def test_what_is_open_keeps_no_store_from_closing() -> None:
 
 def test_what_is_being_read_loses_nothing_of_what_goes_down() -> None:
     above, below = MemoryStore(4 * ONE), MemoryStore(1 << 20)
-    store = TieredStore([Tier(above, Write.BACK), Tier(below)], most_waiting_bytes=3 * ONE)
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)], most_waiting_bytes=3 * ONE)
     save(below, NAMES[0], [4096 * 5])
     with store.open(NAMES[0]):
         for name in NAMES[1:]:
@@ -203,7 +205,7 @@ def test_no_memory_for_a_copy_is_no_trouble_for_who_reads(monkeypatch: pytest.Mo
 
 
 def test_back_keeps_new_objects_above_until_they_are_evicted() -> None:
-    above, below, store = pair(upper=4 * ONE, write=Write.BACK)
+    above, below, store = pair(upper=4 * ONE, write=WritePolicy.BACK)
     for name in NAMES[:4]:
         assert save(store, name, [4096])
     assert list(below.objects()) == []
@@ -217,7 +219,7 @@ def test_back_keeps_new_objects_above_until_they_are_evicted() -> None:
 
 
 def test_back_takes_everything_down_at_the_end(tmp_path: Path) -> None:
-    store = TieredStore([Tier(MemoryStore(1 << 20), Write.BACK), Tier(FileStore(tmp_path, 1 << 20))])
+    store = TieredStore([Tier(MemoryStore(1 << 20), WritePolicy.BACK), Tier(FileStore(tmp_path, 1 << 20))])
     for name in NAMES:
         save(store, name, [4096])
     store.close()
@@ -227,7 +229,7 @@ def test_back_takes_everything_down_at_the_end(tmp_path: Path) -> None:
 
 def test_back_from_files_takes_evicted_ones_down(tmp_path: Path) -> None:
     above, below = FileStore(tmp_path, 4 * ONE), MemoryStore(1 << 20)
-    store = TieredStore([Tier(above, Write.BACK), Tier(below)])
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)])
     for name in NAMES:
         assert save(store, name, [4096])
     store.drain()
@@ -289,7 +291,7 @@ def test_fault_while_moving_up_is_forgotten() -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_fault_at_the_end_does_not_keep_the_store_from_closing(lost: int) -> None:
     tiers = [FaultyStore(MemoryStore(1 << 20)) for _ in range(2)]
-    store = TieredStore([Tier(Guarded(tiers[0]), Write.BACK), Tier(Guarded(tiers[1]))])
+    store = TieredStore([Tier(Guarded(tiers[0]), WritePolicy.BACK), Tier(Guarded(tiers[1]))])
     save(store, NAMES[0])
     tiers[lost].faults.append(Fault(Kind.LOST))
     store.close()

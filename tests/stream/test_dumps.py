@@ -17,7 +17,7 @@ from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.guard import Guarded
 from tests.engine.drive import GREEDY, check_greedy, memory_for
 from tests.engine.zoo import prompt
-from tests.store.faulty import Fault, FaultyDraft, Kind
+from tests.store.faulty import Fault, FaultyPendingBlob, Kind
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
 from tests.stream.faults import GarbageStore, check_same, contents
 from tests.stream.test_faults import FAMILIES, STORED
@@ -289,8 +289,8 @@ def test_closing_waits_for_a_store_only_as_long_as_it_answers(what: str, monkeyp
         create = store.create
         monkeypatch.setattr(store, "create", lambda *args, **options: pause() or create(*args, **options))
     else:
-        draft = FaultyDraft.write_at
-        monkeypatch.setattr(FaultyDraft, "write_at", lambda *args: pause() or draft(*args))
+        draft = FaultyPendingBlob.write_at
+        monkeypatch.setattr(FaultyPendingBlob, "write_at", lambda *args: pause() or draft(*args))
 
     def pause() -> bool:
         return release.wait(20 if hangs.is_set() else 0.15) and False

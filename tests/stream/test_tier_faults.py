@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.store import Guarded, MemoryStore, Tier, TieredStore, Write
+from hybridkv.store import Guarded, MemoryStore, Tier, TieredStore, WritePolicy
 from hybridkv.store.blob_store import BlobStore
 from tests.engine.drive import GREEDY, check_greedy
 from tests.engine.zoo import prompt
@@ -35,7 +35,13 @@ class Pair:
     """Two tiers that fail on demand, and an engine on them."""
 
     def __init__(
-        self, family: str, mode: str, above: BlobStore, below: BlobStore, write: Write = Write.THROUGH, **options: Any
+        self,
+        family: str,
+        mode: str,
+        above: BlobStore,
+        below: BlobStore,
+        write: WritePolicy = WritePolicy.THROUGH,
+        **options: Any,
     ) -> None:
         self.clock = Clock()
         self.above, self.below = GarbageStore(above), GarbageStore(below)
@@ -183,7 +189,7 @@ STORED_FIVE = [f"90/{seed}" for seed in SEEDS]
 def back(family: str, mode: str) -> Pair:
     """An upper tier that holds less than half of what five prompts leave."""
     size = filled(family, *STORED_FIVE).stats.nbytes * 2 // 5
-    return Pair(family, mode, MemoryStore(size), plain_store(), Write.BACK)
+    return Pair(family, mode, MemoryStore(size), plain_store(), WritePolicy.BACK)
 
 
 @pytest.mark.parametrize("mode", MODES)

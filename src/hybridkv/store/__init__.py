@@ -8,7 +8,7 @@ from hybridkv.store.memory import MemoryStore
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header, Row
 from hybridkv.store.store import Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tiers.store import Tier, TieredStore, Write
+from hybridkv.store.tiers.store import Tier, TieredStore, WritePolicy
 from hybridkv.store.urls import inspect_store, open_store
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Stored",
     "Tier",
     "TieredStore",
-    "Write",
+    "WritePolicy",
     "Writer",
     "inspect_store",
     "open_store",

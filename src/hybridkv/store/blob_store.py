@@ -11,13 +11,13 @@ from threading import Lock
 
 from xxhash import xxh3_64
 
-from hybridkv.store.blobs import Blob, Blobs, Draft, Usage, header_of
+from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
-from hybridkv.store.counters import Tally
+from hybridkv.store.counters import Counters
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName, check_group, check_namespace
 from hybridkv.store.objects import Header, Layout, Row, encode_header, layout
-from hybridkv.store.shared_handle import Gate
+from hybridkv.store.shared_handle import SharedHandle
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 from hybridkv.units import format_bytes
 
@@ -32,21 +32,21 @@ class BlobStore(Store):
 
     def __init__(self, blobs: Blobs) -> None:
         self.blobs = blobs
-        self.tally = Tally()
+        self.counters = Counters()
         self._usage = Usage(0, 0)
         """As last known."""
         self._is_too_small = False
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
-        with self.tally.faults():
+        with self.counters.faults():
             found = self.blobs.lookup(names)
-        with self.tally as stats:
+        with self.counters as stats:
             stats.hits += sum(found)
             stats.misses += len(found) - sum(found)
         return found
 
     def open(self, name: ObjectName) -> BlobReader:
-        with self.tally.faults():
+        with self.counters.faults():
             blob = self.blobs.open(name)
             try:
                 header = header_of(name, blob)
@@ -57,7 +57,7 @@ class BlobStore(Store):
             except BaseException:
                 blob.close()
                 raise
-        with self.tally as stats:
+        with self.counters as stats:
             stats.opened += 1
         return BlobReader(self, header, blob)
 
@@ -65,16 +65,16 @@ class BlobStore(Store):
         if not isfinite(value) or value < 0 or not 0 <= position < 2**64:
             raise StoreError(f"value {value}, position {position}: both are numbers from 0 up")
         where = layout(name.group, row_bytes)
-        with self.tally.faults():
-            draft = self.blobs.draft(name, where.nbytes, value, position)
-        if draft is None and where.nbytes > self.blobs.size and not self._is_too_small:
+        with self.counters.faults():
+            pending = self.blobs.begin(name, where.nbytes, value, position)
+        if pending is None and where.nbytes > self.blobs.size and not self._is_too_small:
             self._is_too_small = True
             sizes = f"{format_bytes(self.blobs.size)} is too small for an object of {format_bytes(where.nbytes)}"
             logger.warning("%s: a store of %s, which is not kept; give it a larger size", name, sizes)
-        return None if draft is None else BlobWriter(self, name, value, position, list(row_bytes), where, draft)
+        return None if pending is None else BlobWriter(self, name, value, position, list(row_bytes), where, pending)
 
     def delete(self, names: Sequence[ObjectName]) -> int:
-        with self.tally.faults():
+        with self.counters.faults():
             return self.blobs.delete(names)
 
     def objects(
@@ -88,16 +88,16 @@ class BlobStore(Store):
             yield self._with_header(stored) if headers and stored.value is None else stored
 
     def touch(self, names: Sequence[ObjectName]) -> None:
-        with self.tally.faults():
+        with self.counters.faults():
             self.blobs.touch(names)
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
         check_namespace(namespace)
-        with self.tally.faults():
+        with self.counters.faults():
             self.blobs.describe(namespace, info)
 
     def descriptions(self) -> dict[str, dict[str, str]]:
-        with self.tally.faults():
+        with self.counters.faults():
             return self.blobs.descriptions()
 
     @property
@@ -106,15 +106,19 @@ class BlobStore(Store):
             self._usage = self.blobs.usage()
         blobs, usage = self.blobs, self._usage
         return replace(
-            self.tally.copy(), objects=usage.objects, nbytes=usage.nbytes, evicted=blobs.evicted, dropped=blobs.dropped
+            self.counters.copy(),
+            objects=usage.objects,
+            nbytes=usage.nbytes,
+            evicted=blobs.evicted,
+            dropped=blobs.dropped,
         )
 
     def collect(self) -> Leftovers:
-        with self.tally.faults():
+        with self.counters.faults():
             return self.blobs.collect()
 
     def shrink(self, nbytes: int) -> int:
-        with self.tally.faults():
+        with self.counters.faults():
             return self.blobs.shrink(nbytes)
 
     def on_evict(self, hook: EvictionHook | None) -> None:
@@ -134,14 +138,14 @@ class BlobStore(Store):
 
     def drop_corrupt(self, name: ObjectName, error: CorruptObject) -> None:
         """Found missing from now on; where even that fails, it is found corrupt again."""
-        with self.tally as stats:
+        with self.counters as stats:
             stats.corrupt += 1
             count = stats.corrupt
         if self.keeps_corrupt:
             return
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a disk that goes bad has thousands
             logger.warning("%s; it is deleted (corrupt objects so far: %d)", error, count)
-        with suppress(StoreFault), self.tally.faults():
+        with suppress(StoreFault), self.counters.faults():
             self.blobs.delete([name])
 
     def _with_header(self, stored: Stored) -> Stored:
@@ -162,19 +166,19 @@ class BlobReader(Reader):
         self.header = header
         self._store = store
         self._blob = blob
-        self._gate = Gate(f"the reader of {header.name}", blob.close)
+        self._handle = SharedHandle(f"the reader of {header.name}", blob.close)
 
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
         name, views = self.header.name, as_bytes(buffers)
         entry = self.header.rows[_check_row(name, row, len(self.header.rows))]
         _check_length(name, row, entry.nbytes, views)
-        with self._gate, self._store.tally.faults():
+        with self._handle, self._store.counters.faults():
             try:
                 self._read(entry, views)
             except CorruptObject as error:
                 self._store.drop_corrupt(name, error)
                 raise
-        with self._store.tally as stats:
+        with self._store.counters as stats:
             stats.read_bytes += entry.nbytes
 
     def _read(self, entry: Row, views: Sequence[memoryview]) -> None:
@@ -190,7 +194,7 @@ class BlobReader(Reader):
             raise CorruptObject(f"{self.header.name}: {entry.nbytes:,} bytes of a row are not those that were written")
 
     def close(self) -> None:
-        self._gate.close()
+        self._handle.close()
 
 
 class BlobWriter(Writer):
@@ -202,23 +206,23 @@ class BlobWriter(Writer):
         position: int,
         row_bytes: list[int],
         where: Layout,
-        draft: Draft,
+        pending: PendingBlob,
     ) -> None:
         self._store = store
         self._name, self._value, self._position = name, value, position
         self._row_bytes, self._where = row_bytes, where
-        self._draft = draft
+        self._pending_blob = pending
         self._checksums: dict[int, int] = {}
         self._begun: set[int] = set()
         self._committed = False
         self._lock = Lock()
-        self._gate = Gate(f"the writer of {name}", self._end)
+        self._handle = SharedHandle(f"the writer of {name}", self._end)
 
     def write(self, row: int, buffers: Sequence[memoryview]) -> None:
         views = as_bytes(buffers)
         _check_row(self._name, row, len(self._row_bytes))
         _check_length(self._name, row, self._row_bytes[row], views)
-        with self._gate, self._store.tally.faults():
+        with self._handle, self._store.counters.faults():
             with self._lock:
                 if row in self._begun:
                     raise StoreError(f"{self._name}: row {row} is written twice")
@@ -226,7 +230,7 @@ class BlobWriter(Writer):
             digest = xxh3_64()
             for view in views:
                 digest.update(view)
-            self._draft.write_at(self._where.offsets[row], views)
+            self._pending_blob.write_at(self._where.offsets[row], views)
             self._checksums[row] = digest.intdigest()
 
     def commit(self) -> bool:
@@ -240,24 +244,24 @@ class BlobWriter(Writer):
         ]
         header = encode_header(Header(self._name, self._value, self._position, tuple(rows)))
         try:
-            with self._gate, self._store.tally.faults():
-                self._draft.write_at(0, [memoryview(header)])
-                first = self._draft.publish()
+            with self._handle, self._store.counters.faults():
+                self._pending_blob.write_at(0, [memoryview(header)])
+                first = self._pending_blob.publish()
                 self._committed = True
         finally:
             self.abort()
         if first:
-            with self._store.tally as stats:
+            with self._store.counters as stats:
                 stats.saved += 1
                 stats.saved_bytes += self._where.nbytes
         return first
 
     def abort(self) -> None:
-        self._gate.close()
+        self._handle.close()
 
     def _end(self) -> None:
         if not self._committed:
-            self._draft.discard()
+            self._pending_blob.discard()
 
 
 def _check_row(name: ObjectName, row: int, count: int) -> int:

@@ -34,7 +34,7 @@ class Blob(ABC):
     def close(self) -> None: ...
 
 
-class Draft(ABC):
+class PendingBlob(ABC):
     """Bytes on their way in, of a size known from the start."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Blobs(ABC):
         """Raises MissingObject or StoreFault."""
 
     @abstractmethod
-    def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
+    def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         """None: it is there already, or finds no room even after evicting others."""
 
     @abstractmethod

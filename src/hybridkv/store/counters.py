@@ -9,8 +9,8 @@ from hybridkv.store.errors import StoreFault
 from hybridkv.store.store import StoreStats
 
 
-class Tally:
-    """`with tally as stats: stats.hits += 1`"""
+class Counters:
+    """`with counters as stats: stats.hits += 1`"""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -33,15 +33,15 @@ class Tally:
 
 
 class _Faults:
-    __slots__ = ("_tally",)
+    __slots__ = ("_counters",)
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None and issubclass(kind, StoreFault):
-            with self._tally as stats:
+            with self._counters as stats:
                 stats.faults += 1

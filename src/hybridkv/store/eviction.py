@@ -23,7 +23,7 @@ _LARGEST_VALUE = 1e300
 _MOST_TOLD_BYTES = 64 << 20
 
 
-class Candidate(NamedTuple):
+class Evictable(NamedTuple):
     name: ObjectName
     nbytes: int
     used_at: float
@@ -31,11 +31,11 @@ class Candidate(NamedTuple):
     position: int
 
 
-def ranked(candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+def ranked(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
     """Those to evict first come first."""
     means = _mean_values(candidates)
 
-    def key(one: Candidate) -> tuple[int, int, float, float]:
+    def key(one: Evictable) -> tuple[int, int, float, float]:
         worth = max(means[one.name.namespace, one.name.group], 1e-300)
         age = max(now - one.used_at, _YOUNGEST_S)
         return -math.floor(math.log2(age) - math.log2(worth)), -one.position, one.value, one.used_at
@@ -43,14 +43,14 @@ def ranked(candidates: Sequence[Candidate], now: float) -> list[Candidate]:
     return sorted(candidates, key=key)
 
 
-def _mean_values(candidates: Sequence[Candidate]) -> dict[tuple[str, str], float]:
+def _mean_values(candidates: Sequence[Evictable]) -> dict[tuple[str, str], float]:
     values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for one in candidates:
         values[one.name.namespace, one.name.group].append(min(one.value, _LARGEST_VALUE))
     return {group: math.fsum(found) / len(found) for group, found in values.items()}
 
 
-def chosen(order: Sequence[Candidate], nbytes: int) -> list[Candidate]:
+def chosen(order: Sequence[Evictable], nbytes: int) -> list[Evictable]:
     """The first of them that free `nbytes` together; all, if they do not."""
     going, freed = [], 0
     for one in order:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from hybridkv.store.breaker import Breaker
-from hybridkv.store.counters import Tally
+from hybridkv.store.counters import Counters
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
@@ -30,7 +30,7 @@ class Guarded(Store):
         self.label = label
         self._reading = Breaker(f"{label}: reading", clock)
         self._writing = Breaker(f"{label}: writing", clock)
-        self._tally = Tally()
+        self._counters = Counters()
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         if self._reading.admit():
@@ -82,7 +82,7 @@ class Guarded(Store):
     @property
     def stats(self) -> StoreStats:
         stats = self.store.stats
-        return replace(stats, skipped=stats.skipped + self._tally.copy().skipped)
+        return replace(stats, skipped=stats.skipped + self._counters.copy().skipped)
 
     def collect(self) -> Leftovers:
         return self.store.collect()
@@ -132,7 +132,7 @@ class Guarded(Store):
             call()
 
     def _skip(self, count: int) -> None:
-        with self._tally as stats:
+        with self._counters as stats:
             stats.skipped += count
 
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from hybridkv.errors import HybridKVError
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
+from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers, gather, scatter, total
 from hybridkv.store.errors import MissingObject, StoreFault
-from hybridkv.store.eviction import Candidate, chosen, ranked, with_slack
+from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import Leftovers, Stored
 
@@ -40,7 +40,7 @@ class MemoryBlobs(Blobs):
         self._entries: dict[ObjectName, _Entry] = {}
         self._descriptions: dict[str, dict[str, str]] = {}
         self._used = 0
-        """Of entries and drafts."""
+        """Of entries, and of those that are being written."""
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         return [name in self._entries for name in names]
@@ -51,7 +51,7 @@ class MemoryBlobs(Blobs):
             raise MissingObject(f"{name}: not in memory")
         return MemoryBlob(entry.data)
 
-    def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
+    def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         with self._lock:
             if name in self._entries:
                 return None
@@ -70,7 +70,7 @@ class MemoryBlobs(Blobs):
         except MemoryError:
             self.give_back(nbytes)
             raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
-        return MemoryDraft(self, name, _Entry(data, value, position, self._clock()))
+        return PendingMemoryBlob(self, name, _Entry(data, value, position, self._clock()))
 
     def add(self, name: ObjectName, entry: _Entry) -> bool:
         with self._lock:
@@ -134,7 +134,7 @@ class MemoryBlobs(Blobs):
         if nbytes <= 0:
             return []
         candidates = [
-            Candidate(name, len(entry.data), entry.used_at, entry.value, entry.position)
+            Evictable(name, len(entry.data), entry.used_at, entry.value, entry.position)
             for name, entry in self._entries.items()
         ]
         gone = []
@@ -173,7 +173,7 @@ class MemoryBlob(Blob):
         pass
 
 
-class MemoryDraft(Draft):
+class PendingMemoryBlob(PendingBlob):
     def __init__(self, blobs: MemoryBlobs, name: ObjectName, entry: _Entry) -> None:
         self._blobs = blobs
         self._name = name

@@ -1,6 +1,7 @@
-"""Something that several threads use and one closes: the last one out shuts the door.
+"""A handle that several threads use and one closes: it is really closed when the last thread has left it.
 
-A file descriptor that is closed while another thread reads is given to the next file: the read would be of that one.
+If a file descriptor is closed while another thread reads, the kernel may give its number to another file, and the read
+continues in that file.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from threading import Lock
 from hybridkv.store.errors import StoreError
 
 
-class Gate:
-    """Runs `shut` once: when it is closed and nobody is inside. `with gate:` is being inside."""
+class SharedHandle:
+    """Calls `shut` once, when it has been closed and no thread is inside `with handle:`."""
 
     def __init__(self, what: str, shut: Callable[[], None]) -> None:
         self._what = what

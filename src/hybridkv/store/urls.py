@@ -16,7 +16,7 @@ from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
 from hybridkv.store.memory import MemoryStore
 from hybridkv.store.store import Store
-from hybridkv.store.tiers.store import Tier, TieredStore, Write
+from hybridkv.store.tiers.store import Tier, TieredStore, WritePolicy
 from hybridkv.units import parse_size
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -66,8 +66,8 @@ def open_store(urls: Sequence[str]) -> Store:
     places = [os.path.realpath(address.path) for address in addresses if address.path]
     if len(set(places)) < len(places):
         raise StoreError(f"{' '.join(urls)}: a directory twice; tiers are different places, name it once")
-    writes = [address.choose("write", Write, Write.THROUGH) for address in addresses]
-    if writes[-1] is Write.BACK:
+    writes = [address.choose("write", WritePolicy, WritePolicy.THROUGH) for address in addresses]
+    if writes[-1] is WritePolicy.BACK:
         raise StoreError(f"{urls[-1]!r}: write=back needs a tier below, and this is the last")
     opened: list[Store] = []
     try:

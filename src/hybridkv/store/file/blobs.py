@@ -1,7 +1,7 @@
 """Blobs as files, for several processes at once: they share one directory and its size limit.
 
-An object is written under a draft's name and renamed when it is whole; to kill a process at any moment leaves at most a
-draft, which is removed when nobody holds its lock any more. Ages are the files' times of modification.
+An object is written under the name of a pending file and renamed when it is whole. A process that is killed leaves at
+most a pending file, which is removed once its lock is free. The age of an object is its file's time of modification.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from hybridkv.errors import HybridKVError
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
+from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers
 from hybridkv.store.errors import MissingObject, StoreError, StoreFault
 from hybridkv.store.eviction import chosen, ranked, with_slack
 from hybridkv.store.file.descriptions import encode_description, read_descriptions
 from hybridkv.store.file.folder import ROOT, Folder
 from hybridkv.store.file.io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
-from hybridkv.store.file.pending import DraftFile, Drafts
-from hybridkv.store.file.usage_file import Books, Ledger
-from hybridkv.store.file.values import Appraiser
+from hybridkv.store.file.pending import LockedFile, PendingFiles
+from hybridkv.store.file.usage_file import Counts, UsageFile
+from hybridkv.store.file.values import ValueReader
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import Leftovers, Stored
 
@@ -39,17 +39,17 @@ class FileBlobs(Blobs):
         self.folder = Folder(path)
         self._direct = direct
         self._pool = BouncePool()
-        self._drafts = Drafts(self.folder.drafts)
-        self._appraiser = Appraiser(self.open)
+        self._pending = PendingFiles(self.folder.pending)
+        self._values = ValueReader(self.open)
         self._described: dict[str, bytes] = {}
         with faults("open the store at", path):
-            self.ledger = Ledger(self.folder.ledger, self.recount, self.folder.mend)
-        if direct is Direct.ON and not can_read_directly(str(self.folder.ledger)):
-            self.ledger.close()
+            self.usage_file = UsageFile(self.folder.usage_file, self.recount, self.folder.mend)
+        if direct is Direct.ON and not can_read_directly(str(self.folder.usage_file)):
+            self.usage_file.close()
             raise StoreError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
         if collect:
-            with faults("open the store at", path), self.ledger.open() as books:
-                books.nbytes -= self._drafts.remove_dead().nbytes
+            with faults("open the store at", path), self.usage_file.open() as counts:
+                counts.nbytes -= self._pending.remove_dead().nbytes
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         with faults("look up objects"):
@@ -63,52 +63,52 @@ class FileBlobs(Blobs):
             except FileNotFoundError:
                 raise MissingObject(f"{name}: not in {self.folder.root}") from None
 
-    def draft(self, name: ObjectName, nbytes: int, value: float, position: int) -> Draft | None:
+    def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         with faults("begin", name):
             if self.folder.has(name):
                 return None
             gone: list[tuple[ObjectName, Blob]] = []
-            draft = None
+            pending = None
             try:
-                with self.ledger.open() as books:
-                    if nbytes <= self.size and books.nbytes + nbytes > self.size:
-                        self._evict(books, self.size - nbytes, gone)
-                    if books.nbytes + nbytes <= self.size:
-                        draft = FileDraft(self, name, self._drafts.new(nbytes), nbytes)
-                        books.nbytes += nbytes
+                with self.usage_file.open() as counts:
+                    if nbytes <= self.size and counts.nbytes + nbytes > self.size:
+                        self._evict(counts, self.size - nbytes, gone)
+                    if counts.nbytes + nbytes <= self.size:
+                        pending = PendingFileBlob(self, name, self._pending.new(nbytes), nbytes)
+                        counts.nbytes += nbytes
                     else:
                         self.dropped += 1
             except OSError:
-                if draft is not None:
-                    draft.discard()
+                if pending is not None:
+                    pending.discard()
                 raise
             finally:
                 self._tell(gone)
-            return draft
+            return pending
 
-    def publish(self, name: ObjectName, draft: str) -> bool:
-        with self.ledger.open() as books:
+    def publish(self, name: ObjectName, pending: str) -> bool:
+        with self.usage_file.open() as counts:
             if self.folder.has(name):
                 return False
             self.folder.make_parents(name)
             if name.namespace in self._described and not self.folder.describes(name.namespace):
                 self._describe(name.namespace)  # it has gone with the directory
-            os.rename(draft, self.folder.path(name))
-            books.objects += 1
+            os.rename(pending, self.folder.path(name))
+            counts.objects += 1
         if self.sync:
             _sync_directories(self.folder.path(name), str(self.folder.objects))
         return True
 
-    def discard(self, draft: str, nbytes: int) -> None:
-        if not os.path.lexists(draft):  # it has gone with the directory
+    def discard(self, pending: str, nbytes: int) -> None:
+        if not os.path.lexists(pending):  # it has gone with the directory
             return
-        with self.ledger.open() as books:
-            os.unlink(draft)
-            books.nbytes -= nbytes
+        with self.usage_file.open() as counts:
+            os.unlink(pending)
+            counts.nbytes -= nbytes
 
     def delete(self, names: Sequence[ObjectName]) -> int:
-        with faults("delete objects"), self.ledger.open() as books:
-            return sum(self._remove(books, name) for name in names)
+        with faults("delete objects"), self.usage_file.open() as counts:
+            return sum(self._remove(counts, name) for name in names)
 
     def objects(self, namespace: str | None, group: str | None) -> Iterator[Stored]:
         with faults("list objects"):
@@ -124,7 +124,7 @@ class FileBlobs(Blobs):
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
         self._described[namespace] = encode_description(info)
-        with faults("describe", namespace), self.ledger.open():
+        with faults("describe", namespace), self.usage_file.open():
             self._describe(namespace)
 
     def descriptions(self) -> dict[str, dict[str, str]]:
@@ -132,78 +132,78 @@ class FileBlobs(Blobs):
             return read_descriptions(self.folder.about)
 
     def usage(self) -> Usage:
-        with faults("read the ledger"):
-            books = self.ledger.glance()
-            if books is None:
-                with self.ledger.open() as books:
+        with faults("read the usage file"):
+            counts = self.usage_file.glance()
+            if counts is None:
+                with self.usage_file.open() as counts:
                     pass
-        return Usage(books.objects, books.nbytes)
+        return Usage(counts.objects, counts.nbytes)
 
     def collect(self) -> Leftovers:
-        with faults("collect leftovers"), self.ledger.open() as books:
-            found = self._drafts.remove_dead()
+        with faults("collect leftovers"), self.usage_file.open() as counts:
+            found = self._pending.remove_dead()
             self.folder.remove_empty()
             counted = self.recount()
-            books.objects, books.nbytes = counted.objects, counted.nbytes
+            counts.objects, counts.nbytes = counted.objects, counted.nbytes
         return found
 
     def shrink(self, nbytes: int) -> int:
         gone: list[tuple[ObjectName, Blob]] = []
         try:
-            with faults("evict objects"), self.ledger.open() as books:
-                return self._evict(books, nbytes, gone, slack=False)
+            with faults("evict objects"), self.usage_file.open() as counts:
+                return self._evict(counts, nbytes, gone, slack=False)
         finally:
             self._tell(gone)
 
     def close(self) -> None:
-        self.ledger.close()
+        self.usage_file.close()
 
-    def recount(self) -> Books:
-        """By what lies there; exact only while the ledger is open."""
+    def recount(self) -> Counts:
+        """From the files themselves. Exact only while the usage file is open."""
         sizes = [found.nbytes for found in self.folder.survey()]
-        return Books(len(sizes), sum(sizes) + self._drafts.nbytes())
+        return Counts(len(sizes), sum(sizes) + self._pending.nbytes())
 
     def _describe(self, namespace: str) -> None:
-        draft = self._drafts.new(0)
+        pending = self._pending.new(0)
         try:
-            write_all(draft.fd, 0, [memoryview(self._described[namespace])])
-            os.rename(draft.path, self.folder.description(namespace))
+            write_all(pending.fd, 0, [memoryview(self._described[namespace])])
+            os.rename(pending.path, self.folder.description(namespace))
         finally:
-            os.close(draft.fd)
+            os.close(pending.fd)
 
-    def _evict(self, books: Books, goal: int, gone: list[tuple[ObjectName, Blob]], slack: bool = True) -> int:
+    def _evict(self, counts: Counts, goal: int, gone: list[tuple[ObjectName, Blob]], slack: bool = True) -> int:
         """Get down to `goal` bytes. Others may have been at work: what there is is counted first.
 
         Returns how many went; where someone listens, `gone` gets them, open.
         """
         found = list(self.folder.survey())
-        books.objects = len(found)
-        books.nbytes = sum(one.nbytes for one in found) + self._drafts.nbytes()
-        excess = books.nbytes - goal
+        counts.objects = len(found)
+        counts.nbytes = sum(one.nbytes for one in found) + self._pending.nbytes()
+        excess = counts.nbytes - goal
         if slack:
             excess = with_slack(excess, self.size, is_told=self.on_evict is not None)
         count = 0
-        for one in chosen(ranked(self._appraiser.candidates(found, excess), time.time()), excess):
+        for one in chosen(ranked(self._values.candidates(found, excess), time.time()), excess):
             if self.on_evict is not None:
                 with suppress(MissingObject, StoreFault):
                     gone.append((one.name, self.open(one.name)))
-            count += self._remove(books, one.name)
+            count += self._remove(counts, one.name)
         self.evicted += count
         return count
 
-    def _remove(self, books: Books, name: ObjectName) -> bool:
+    def _remove(self, counts: Counts, name: ObjectName) -> bool:
         path = self.folder.path(name)
         try:
             nbytes = os.lstat(path).st_size
             os.unlink(path)
         except FileNotFoundError:
             return False
-        books.objects -= 1
-        books.nbytes -= nbytes
+        counts.objects -= 1
+        counts.nbytes -= nbytes
         return True
 
     def _tell(self, gone: list[tuple[ObjectName, Blob]]) -> None:
-        """With the ledger closed: who listens may take a while."""
+        """Call while the usage file is closed: the listener may take a while."""
         hook = self.on_evict
         for name, blob in gone:
             if hook is None:
@@ -212,8 +212,8 @@ class FileBlobs(Blobs):
                 hook(name, blob)
 
 
-class FileDraft(Draft):
-    def __init__(self, blobs: FileBlobs, name: ObjectName, file: DraftFile, nbytes: int) -> None:
+class PendingFileBlob(PendingBlob):
+    def __init__(self, blobs: FileBlobs, name: ObjectName, file: LockedFile, nbytes: int) -> None:
         self._blobs = blobs
         self._name = name
         self._file = file

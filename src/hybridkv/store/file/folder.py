@@ -2,10 +2,11 @@
 
     hybridkv-v1/ledger                          how much there is
                 objects/<namespace>/<group>/<two digits of the key>/<key>
-                drafts/                         objects being written, each locked by its writer while that lives
+                drafts/                         objects being written, each locked by its writer
                 about/<namespace>.json          what people call a namespace
 
-Files of other names are never touched.
+Files of other names are never touched. `ledger` is the usage file, and `drafts` has the pending files: directories that
+were written under these names stay valid.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Found(NamedTuple):
 class Folder:
     def __init__(self, path: Path) -> None:
         self.root = path / ROOT
-        self.ledger = self.root / "ledger"
+        self.usage_file = self.root / "ledger"
         self.objects = self.root / "objects"
-        self.drafts = self.root / "drafts"
+        self.pending = self.root / "drafts"
         self.about = self.root / "about"
         self._objects = str(self.objects)
         try:
@@ -57,8 +58,8 @@ class Folder:
             raise StoreError(
                 f"no store can be made at {path}: {error.strerror}; name a directory that can be written to"
             ) from None
-        if not os.access(self.drafts, os.W_OK | os.X_OK):
-            raise StoreError(f"{self.drafts} cannot be written to: name another directory or change its permissions")
+        if not os.access(self.pending, os.W_OK | os.X_OK):
+            raise StoreError(f"{self.pending} cannot be written to: name another directory or change its permissions")
         self._device = os.stat(self.root).st_dev
 
     def mend(self) -> None:
@@ -69,7 +70,7 @@ class Folder:
 
     def _make(self) -> None:
         self.root.parent.mkdir(parents=True, exist_ok=True)
-        for directory in (self.root, self.objects, self.drafts, self.about):
+        for directory in (self.root, self.objects, self.pending, self.about):
             directory.mkdir(mode=_PRIVATE, exist_ok=True)
 
     def path(self, name: ObjectName) -> str:

@@ -1,6 +1,7 @@
-"""Files being written. Each is locked by its writer while that lives: a draft that can be locked is a leftover.
+"""Files that are being written. The writer of each holds a lock on it: a file that can be locked is a leftover.
 
-Drafts are made, judged and removed only while the ledger is open, so none is taken for dead before it is locked.
+Files are made, checked and removed only while the usage file is open. So no file is taken for a leftover before its
+writer has locked it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from hybridkv.store.store import Leftovers
 _numbers = itertools.count()
 
 
-class DraftFile(NamedTuple):
+class LockedFile(NamedTuple):
     fd: int
     path: str
 
 
-class Drafts:
+class PendingFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = str(directory)
 
-    def new(self, nbytes: int) -> DraftFile:
+    def new(self, nbytes: int) -> LockedFile:
         """An empty file that counts as `nbytes` from now on."""
         path = f"{self._directory}/{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -38,7 +39,7 @@ class Drafts:
             os.close(fd)
             os.unlink(path)
             raise
-        return DraftFile(fd, path)
+        return LockedFile(fd, path)
 
     def nbytes(self) -> int:
         return sum(os.stat(path).st_size for path in self._paths())

@@ -1,10 +1,9 @@
-"""Books that several processes keep together: how many bytes a directory holds, behind one lock.
+"""How many objects and bytes a directory holds: one small file that several processes keep together, behind a lock.
 
-The lock is flock's, so it goes with the process that held it. The books are void while they are open: if that process
-is killed, the next one sees it and counts again. No file appears or goes except while they are open.
+The lock is flock's, so it ends with the process that holds it. The file is void while it is open: if its process is
+killed, the next process sees that and counts again. Files of the store appear and vanish only while it is open.
 
-Books whose directory has gone are nobody's: whoever opens them is told so, and the next one to open them looks for the
-directory that is there by then.
+If the directory is removed, `open` raises StoreFault once. The next `open` looks for the directory that is there then.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from hybridkv.store.file.io import kind_of
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
 _PATIENCE_S = 2.0
-"""Closing waits this long for a thread that is at the books."""
+"""`close` waits this long for a thread that has the file open."""
 
 
 @dataclass(slots=True)
-class Books:
+class Counts:
     objects: int = 0
     nbytes: int = 0
-    """Of objects and of drafts."""
+    """Of objects, and of files that are being written."""
 
 
 class _Gone(StoreFault):
-    """The books are not where others look for them."""
+    """The file is not where other processes look for it."""
 
 
-class Ledger:
-    def __init__(self, path: Path, recount: Callable[[], Books], mend: Callable[[], None]) -> None:
+class UsageFile:
+    def __init__(self, path: Path, recount: Callable[[], Counts], mend: Callable[[], None]) -> None:
         """`mend` puts the directory in order, or raises StoreFault."""
         self._path = path
         self._recount = recount
@@ -50,7 +49,7 @@ class Ledger:
         self._threads = Lock()
         self._closed = False
         self._is_ill = False
-        """Something failed: the directory may have gone, or be another by now."""
+        """A call failed: the directory may be gone, or replaced."""
         self._fd = _open(path)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
@@ -60,8 +59,8 @@ class Ledger:
             raise StoreError(f"{path.parent} cannot be locked ({error.strerror}): choose another file system") from None
 
     @contextmanager
-    def open(self) -> Iterator[Books]:
-        """Alone among all threads and processes. What is set in the books stays."""
+    def open(self) -> Iterator[Counts]:
+        """The counts, for one thread of one process at a time. Changes to them are saved."""
         with self._threads:
             self._check_open()
             if self._is_ill:
@@ -69,24 +68,24 @@ class Ledger:
             try:
                 with self._locked():
                     self._check_place()
-                    books = self._read()
+                    counts = self._read()
                     os.pwrite(self._fd, bytes(_COUNTS.size + _CHECKSUM.size), 0)
-                    books = self._recount() if books is None else books
-                    yield books
-                    self._write(books)
+                    counts = self._recount() if counts is None else counts
+                    yield counts
+                    self._write(counts)
             except (OSError, _Gone):
                 self._is_ill = True
                 raise
 
-    def glance(self) -> Books | None:
-        """The counts as they are, without waiting. None: someone is at them."""
+    def glance(self) -> Counts | None:
+        """The counts as they are, without waiting. None: another process has the file open."""
         with self._threads:
             self._check_open()
             self._check_place()
             return self._read()
 
     def close(self) -> None:
-        """Whoever hangs inside is left to itself, and so is the file."""
+        """If a thread hangs while it has the file open, the file stays open."""
         if not self._threads.acquire(timeout=_PATIENCE_S):
             return
         try:
@@ -109,7 +108,7 @@ class Ledger:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _check_place(self) -> None:
-        """A lock on a file that others do not find keeps nobody out."""
+        """Other processes lock the file at this path: if that is another file, our lock does not exclude them."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -123,16 +122,16 @@ class Ledger:
         self._is_ill = False
         os.close(old)
 
-    def _read(self) -> Books | None:
+    def _read(self) -> Counts | None:
         raw = os.pread(self._fd, _COUNTS.size + _CHECKSUM.size, 0)
-        counts, checksum = raw[: _COUNTS.size], raw[_COUNTS.size :]
-        if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != xxh3_64_intdigest(counts):
+        packed, checksum = raw[: _COUNTS.size], raw[_COUNTS.size :]
+        if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != xxh3_64_intdigest(packed):
             return None
-        return Books(*_COUNTS.unpack(counts))
+        return Counts(*_COUNTS.unpack(packed))
 
-    def _write(self, books: Books) -> None:
-        counts = _COUNTS.pack(max(books.objects, 0), max(books.nbytes, 0))
-        os.pwrite(self._fd, counts + _CHECKSUM.pack(xxh3_64_intdigest(counts)), 0)
+    def _write(self, counts: Counts) -> None:
+        packed = _COUNTS.pack(max(counts.objects, 0), max(counts.nbytes, 0))
+        os.pwrite(self._fd, packed + _CHECKSUM.pack(xxh3_64_intdigest(packed)), 0)
 
 
 def _open(path: Path) -> int:
@@ -150,7 +149,7 @@ def _open(path: Path) -> int:
 
 
 def _misplaced(path: Path) -> str | None:
-    """A message, if something other than a file is where the books belong."""
+    """A message, if something other than a file is at `path`."""
     if not os.path.lexists(path) or path.is_file():
         return None
     return (

@@ -1,4 +1,4 @@
-"""What the objects in a directory are worth. That takes a read of each: only the oldest are looked at, and once."""
+"""Values of objects in a directory, for eviction. Each takes a read, so only the oldest are read, and once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hybridkv.store.blobs import Blob, header_of
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
-from hybridkv.store.eviction import Candidate
+from hybridkv.store.eviction import Evictable
 from hybridkv.store.file.folder import Found
 from hybridkv.store.names import ObjectName
 
@@ -20,13 +20,15 @@ class _Worth(NamedTuple):
     position: int
 
 
-class Appraiser:
+class ValueReader:
+    """Remembers what it has read of objects that are still among the oldest."""
+
     def __init__(self, open_blob: Callable[[ObjectName], Blob]) -> None:
         self._open = open_blob
         self._known: dict[ObjectName, _Worth] = {}
 
-    def candidates(self, found: Sequence[Found], nbytes: int) -> list[Candidate]:
-        """Among whom to choose when `nbytes` have to go: the oldest, several times as many."""
+    def candidates(self, found: Sequence[Found], nbytes: int) -> list[Evictable]:
+        """The oldest objects: several times the `nbytes` that have to be freed."""
         oldest: dict[ObjectName, Found] = {}
         room = _TIMES * nbytes
         for one in sorted(found, key=lambda one: one.used_at):
@@ -35,10 +37,10 @@ class Appraiser:
             oldest[one.name] = one
             room -= one.nbytes
         self._known = {name: self._known.get(name) or self._read(name) for name in oldest}
-        return [Candidate(name, one.nbytes, one.used_at, *self._known[name]) for name, one in oldest.items()]
+        return [Evictable(name, one.nbytes, one.used_at, *self._known[name]) for name, one in oldest.items()]
 
     def _read(self, name: ObjectName) -> _Worth:
-        """What cannot be read is worth nothing."""
+        """An object that cannot be read has no value."""
         try:
             blob = self._open(name)
             try:

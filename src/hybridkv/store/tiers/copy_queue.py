@@ -1,4 +1,4 @@
-"""Copies of objects between stores, made in the background by one thread. What waits is bounded, in bytes."""
+"""Copies of objects between tiers, made in the background by one thread. The queue is bounded in bytes."""
 
 from __future__ import annotations
 
@@ -11,60 +11,64 @@ from typing import NamedTuple
 logger = logging.getLogger("hybridkv.store")
 
 
-class Errand(NamedTuple):
+class CopyTask(NamedTuple):
+    """One object to copy."""
+
     nbytes: int
     run: Callable[[], None]
-    """Should not raise: it is logged, and forgotten."""
+    """Should not raise: an error is logged, and the task is dropped."""
 
 
-class Courier:
+class CopyQueue:
+    """First in, first out. The thread starts with the first task."""
+
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._changed = Condition()
-        self._waiting: deque[Errand] = deque()
+        self._waiting: deque[CopyTask] = deque()
         self._nbytes = 0
-        """Of what waits and what is under way."""
+        """Of tasks that wait or run."""
         self._reserved = 0
-        """Of what may be sent yet."""
+        """Room that was reserved and not used yet."""
         self._closed = False
         self._thread: Thread | None = None
 
-    def offer(self, errand: Errand) -> bool:
-        """False: too much waits already. One that is larger than the bound is taken when nothing else waits."""
+    def offer(self, task: CopyTask) -> bool:
+        """Queue a task. False: the queue is full. A task larger than the bound is taken when the queue is empty."""
         with self._changed:
-            return self._has_room(errand.nbytes, self._nbytes) and self._add(errand)
+            return self._has_room(task.nbytes, self._nbytes) and self._add(task)
 
     def reserve(self, nbytes: int) -> bool:
-        """Keep room for what is sent later, or released. False: too much waits or is reserved already.
+        """Keep room for a task that `send` brings later, or that `release` gives up. False: the queue is full.
 
-        What is offered meanwhile takes no account of it: that may be all there is of an object, this never is.
+        `offer` ignores reserved room: it may bring the only copy of an object, a reserved task never does.
         """
         with self._changed:
             has_room = self._has_room(nbytes, self._nbytes + self._reserved)
             self._reserved += nbytes if has_room else 0
             return has_room
 
-    def send(self, errand: Errand) -> bool:
-        """One that room was reserved for. False: it is too late, nothing is taken any more."""
+    def send(self, task: CopyTask) -> bool:
+        """Queue a task that room was reserved for. False: the queue is closed."""
         with self._changed:
-            self._reserved -= errand.nbytes
-            return not self._closed and self._add(errand)
+            self._reserved -= task.nbytes
+            return not self._closed and self._add(task)
 
     def release(self, nbytes: int) -> None:
-        """What was reserved is not sent after all."""
+        """Give reserved room back: its task does not come."""
         with self._changed:
             self._reserved -= nbytes
 
-    def hand_over(self, errand: Errand, patience_s: float) -> bool:
-        """Wait until it is taken. False: nothing is taken any more, or nothing was done for so long."""
+    def hand_over(self, task: CopyTask, patience_s: float) -> bool:
+        """Queue a task, waiting for room. False: the queue is closed, or no task ended within `patience_s`."""
         with self._changed:
-            while not self._has_room(errand.nbytes, self._nbytes):
+            while not self._has_room(task.nbytes, self._nbytes):
                 if self._closed or not self._changed.wait(patience_s):
                     return False
-            return self._add(errand)
+            return self._add(task)
 
     def drain(self, patience_s: float | None = None) -> bool:
-        """Wait until nothing waits and nothing is under way. False: nothing was done for so long."""
+        """Wait until all tasks have ended. False: none ended within `patience_s`."""
         with self._changed:
             while self._nbytes:
                 if not self._changed.wait(patience_s):
@@ -72,7 +76,7 @@ class Courier:
         return True
 
     def close(self, patience_s: float) -> bool:
-        """After all that was taken is done. False: it hangs; the rest is not done any more."""
+        """Wait for all tasks, then stop. False: one hangs, and those after it are dropped."""
         is_done = self.drain(patience_s)
         with self._changed:
             self._closed = True
@@ -86,9 +90,9 @@ class Courier:
     def _has_room(self, nbytes: int, taken: int) -> bool:
         return not self._closed and (not taken or taken + nbytes <= self._most_bytes)
 
-    def _add(self, errand: Errand) -> bool:
-        self._nbytes += errand.nbytes
-        self._waiting.append(errand)
+    def _add(self, task: CopyTask) -> bool:
+        self._nbytes += task.nbytes
+        self._waiting.append(task)
         if self._thread is None:
             self._thread = Thread(target=self._work, name="hybridkv-store", daemon=True)
             self._thread.start()
@@ -96,16 +100,16 @@ class Courier:
         return True
 
     def _work(self) -> None:
-        while (errand := self._next()) is not None:
+        while (task := self._next()) is not None:
             try:
-                errand.run()
-            except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
+                task.run()
+            except BaseException:  # no store should raise it: this log line is the only sign of the bug
                 logger.exception("an object could not be copied between tiers")
             with self._changed:
-                self._nbytes -= errand.nbytes
+                self._nbytes -= task.nbytes
                 self._changed.notify_all()
 
-    def _next(self) -> Errand | None:
+    def _next(self) -> CopyTask | None:
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()

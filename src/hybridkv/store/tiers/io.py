@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.store.counters import Tally
+from hybridkv.store.counters import Counters
 from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
@@ -26,10 +26,10 @@ class Listener(Protocol):
 class TieredReader(Reader):
     """Turns to the next store that has the object when one fails. Every copy of a name is as good as any other."""
 
-    def __init__(self, stores: Sequence[Store], name: ObjectName, tally: Tally) -> None:
+    def __init__(self, stores: Sequence[Store], name: ObjectName, counters: Counters) -> None:
         self._stores = stores
         self._name = name
-        self._tally = tally
+        self._counters = counters
         self._lock = Lock()
         self._readers: list[Reader] = []
         self._is_closed = False
@@ -48,7 +48,7 @@ class TieredReader(Reader):
                 break
             except (CorruptObject, StoreFault) as error:
                 self._turn_from(reader, error)
-        with self._tally as stats:
+        with self._counters as stats:
             stats.read_bytes += self.header.rows[row].nbytes
         if self.listener is not None:
             self.listener.add(row, buffers)
@@ -94,10 +94,10 @@ class TieredReader(Reader):
 class TieredWriter(Writer):
     """A store that fails is left out; it is an error only when none is left."""
 
-    def __init__(self, writers: Sequence[Writer], nbytes: int, tally: Tally | None = None) -> None:
+    def __init__(self, writers: Sequence[Writer], nbytes: int, counters: Counters | None = None) -> None:
         self._writers = list(writers)
         self._nbytes = nbytes
-        self._tally = tally
+        self._counters = counters
         self._lock = Lock()
 
     def write(self, row: int, buffers: Sequence[memoryview]) -> None:
@@ -114,8 +114,8 @@ class TieredWriter(Writer):
                 first = writer.commit() or first
             except StoreFault as error:
                 self._leave_out(writer, error)
-        if first and self._tally is not None:
-            with self._tally as stats:
+        if first and self._counters is not None:
+            with self._counters as stats:
                 stats.saved += 1
                 stats.saved_bytes += self._nbytes
         return first

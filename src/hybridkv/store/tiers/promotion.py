@@ -1,4 +1,4 @@
-"""An object on its way up, made of rows that someone reads anyway: the tier they come from is not read again."""
+"""Promotion: an object is copied to faster tiers from the rows that a load reads, without a second read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hybridkv.store.buffers import as_bytes, gather
 from hybridkv.store.errors import StoreError
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Store
-from hybridkv.store.tiers.copy_queue import Courier, Errand
+from hybridkv.store.tiers.copy_queue import CopyQueue, CopyTask
 from hybridkv.store.tiers.io import write_object
 
 
-class Lift:
-    """All rows or nothing: an object that is not read whole stays where it is."""
+class Promotion:
+    """One object's. If not all its rows are read, it is not promoted."""
 
     def __init__(
-        self, header: Header, stores: Sequence[Store], courier: Courier, on_end: Callable[[bool], None]
+        self, header: Header, stores: Sequence[Store], copies: CopyQueue, on_end: Callable[[bool], None]
     ) -> None:
-        """`courier` has reserved room for it. `on_end` is told, once, whether it was written to one of `stores`."""
+        """`copies` has reserved room for it. `on_end` is told, once, whether it was written to one of `stores`."""
         self._header = header
         self._stores = stores
-        self._courier = courier
+        self._copies = copies
         self._on_end = on_end
         self._lock = Lock()
         self._rows: dict[int, memoryview] = {}
@@ -36,7 +36,7 @@ class Lift:
         try:
             data = np.empty(self._header.rows[row].nbytes, np.uint8).data
             gather(data, as_bytes(buffers))
-        except MemoryError:  # whoever reads has what it wants
+        except MemoryError:  # the load itself goes on
             self.close()
             return
         with self._lock:
@@ -44,17 +44,17 @@ class Lift:
                 return
             self._rows[row] = data
             self._is_closed = is_whole = len(self._rows) == len(self._header.rows)
-        if is_whole and not self._courier.send(Errand(self._header.nbytes, self._write)):
+        if is_whole and not self._copies.send(CopyTask(self._header.nbytes, self._write)):
             self._on_end(False)
 
     def close(self) -> None:
-        """No more rows come."""
+        """The load reads no more rows."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._rows.clear()
-        self._courier.release(self._header.nbytes)
+        self._copies.release(self._header.nbytes)
         self._on_end(False)
 
     def _write(self) -> None:

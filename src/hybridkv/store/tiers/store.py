@@ -8,14 +8,14 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
-from hybridkv.store.counters import Tally
+from hybridkv.store.counters import Counters
 from hybridkv.store.errors import StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
-from hybridkv.store.tiers.copy_queue import Courier, Errand
+from hybridkv.store.tiers.copy_queue import CopyQueue, CopyTask
 from hybridkv.store.tiers.io import TieredReader, TieredWriter, begin_writing, copy_object
-from hybridkv.store.tiers.promotion import Lift
+from hybridkv.store.tiers.promotion import Promotion
 
 logger = logging.getLogger("hybridkv.store")
 
@@ -24,7 +24,7 @@ _BATCH = 256
 _PATIENCE_S = 10.0
 
 
-class Write(Enum):
+class WritePolicy(Enum):
     """When objects reach the tier below: at once, or when they are evicted and at the end."""
 
     THROUGH = "through"
@@ -33,7 +33,7 @@ class Write(Enum):
 
 class Tier(NamedTuple):
     store: Store
-    write: Write = Write.THROUGH
+    write: WritePolicy = WritePolicy.THROUGH
 
 
 class TieredStore(Store):
@@ -44,36 +44,36 @@ class TieredStore(Store):
         if not tiers:
             raise StoreError("no tiers: a tiered store has at least one")
         self.tiers = tuple(tier.store for tier in tiers)
-        self._back = [level for level, tier in enumerate(tiers[:-1]) if tier.write is Write.BACK]
+        self._back = [level for level, tier in enumerate(tiers[:-1]) if tier.write is WritePolicy.BACK]
         self._written = self.tiers[: self._back[0] + 1] if self._back else self.tiers
         """The tiers that new objects are written to."""
-        self._courier = Courier(most_waiting_bytes)
+        self._copies = CopyQueue(most_waiting_bytes)
         self._patience_s = patience_s
-        self._tally = Tally()
+        self._counters = Counters()
         self._lock = Lock()
-        self._rising: set[ObjectName] = set()
+        self._promoting: set[ObjectName] = set()
         self._closed = False
         for level in self._back:
-            self.tiers[level].on_evict(lambda reader, level=level: self._sink(reader, level + 1))  # type: ignore[misc]
+            self.tiers[level].on_evict(lambda reader, level=level: self._demote(reader, level + 1))  # type: ignore[misc]
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         found = self._find(names)
-        with self._tally as stats:
+        with self._counters as stats:
             stats.hits += sum(found)
             stats.misses += len(found) - sum(found)
         return found
 
     def open(self, name: ObjectName) -> Reader:
-        reader = TieredReader(self.tiers, name, self._tally)
-        with self._tally as stats:
+        reader = TieredReader(self.tiers, name, self._counters)
+        with self._counters as stats:
             stats.opened += 1
         if reader.level:
-            reader.listener = self._lift(reader)
+            reader.listener = self._promote(reader)
         return reader
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
         writers = begin_writing(self._written, name, row_bytes, value=value, position=position)
-        return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._tally) if writers else None
+        return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._counters) if writers else None
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         found = self._find(names)
@@ -106,7 +106,7 @@ class TieredStore(Store):
     @property
     def stats(self) -> StoreStats:
         """What callers see once; gauges, evictions and troubles of all tiers together."""
-        stats = self._tally.copy()
+        stats = self._counters.copy()
         for tier in (store.stats for store in self.tiers):
             stats.objects += tier.objects
             stats.nbytes += tier.nbytes
@@ -130,19 +130,19 @@ class TieredStore(Store):
 
     def drain(self) -> None:
         """Wait for the copies that are under way."""
-        self._courier.drain()
+        self._copies.drain()
 
     def close(self) -> None:
-        """Waits for copies under way, and takes down what only upper tiers have where they write back.
+        """Wait for copies under way, and demote what only write-back tiers have.
 
-        What hangs is left to itself.
+        A store that hangs is not waited for.
         """
         if self._closed:
             return
         self._closed = True
         for level in self._back:
-            self._sink_all(level)
-        if not self._courier.close(self._patience_s):
+            self._demote_all(level)
+        if not self._copies.close(self._patience_s):
             logger.warning("copies between tiers hang: what has not been written by now is lost")
         for store in self.tiers:
             store.close()
@@ -157,40 +157,40 @@ class TieredStore(Store):
             pending = [number for number in pending if not found[number]]
         return found
 
-    def _lift(self, reader: TieredReader) -> Lift | None:
+    def _promote(self, reader: TieredReader) -> Promotion | None:
         """Have an object of a lower tier copied to those above, as it is read."""
         name, nbytes = reader.header.name, reader.header.nbytes
 
         def end(is_copied: bool) -> None:
             with self._lock:
-                self._rising.discard(name)
-            with self._tally as stats:
+                self._promoting.discard(name)
+            with self._counters as stats:
                 stats.promoted += is_copied
 
         with self._lock:
-            if name in self._rising:
+            if name in self._promoting:
                 return None
-            self._rising.add(name)
-        if not self._courier.reserve(nbytes):
+            self._promoting.add(name)
+        if not self._copies.reserve(nbytes):
             end(False)
             self._drop()
             return None
-        return Lift(reader.header, self.tiers[: reader.level], self._courier, end)
+        return Promotion(reader.header, self.tiers[: reader.level], self._copies, end)
 
-    def _sink(self, reader: Reader, level: int) -> None:
+    def _demote(self, reader: Reader, level: int) -> None:
         """Copy an object that was evicted above to tier `level`."""
-        if not self._courier.offer(Errand(reader.header.nbytes, lambda: self._sink_now(reader, level))):
+        if not self._copies.offer(CopyTask(reader.header.nbytes, lambda: self._demote_now(reader, level))):
             reader.close()
             self._drop()
 
-    def _sink_now(self, reader: Reader, level: int) -> None:
+    def _demote_now(self, reader: Reader, level: int) -> None:
         with reader:
             try:
                 copy_object(reader, self.tiers[level])
             except (StoreError, MemoryError):
                 self._drop()
 
-    def _sink_all(self, level: int) -> None:
+    def _demote_all(self, level: int) -> None:
         try:
             stored = [one.name for one in self.tiers[level].objects()]
         except StoreFault:  # what it had is lost, the rest must still be closed
@@ -199,23 +199,23 @@ class TieredStore(Store):
         for start in range(0, len(stored), _BATCH):
             batch = stored[start : start + _BATCH]
             for name, there in zip(batch, self.tiers[level + 1].lookup(batch), strict=True):
-                if not there and not self._sink_stored(name, level):
+                if not there and not self._demote_stored(name, level):
                     return
 
-    def _sink_stored(self, name: ObjectName, level: int) -> bool:
+    def _demote_stored(self, name: ObjectName, level: int) -> bool:
         """False: there is no use in going on."""
         try:
             reader = self.tiers[level].open(name)
         except StoreError:
             self._drop()
             return True
-        errand = Errand(reader.header.nbytes, lambda: self._sink_now(reader, level + 1))
-        is_taken = self._courier.hand_over(errand, self._patience_s)
+        task = CopyTask(reader.header.nbytes, lambda: self._demote_now(reader, level + 1))
+        is_taken = self._copies.hand_over(task, self._patience_s)
         if not is_taken:
             reader.close()
             self._drop()
         return is_taken
 
     def _drop(self) -> None:
-        with self._tally as stats:
+        with self._counters as stats:
             stats.dropped += 1
