@@ -163,7 +163,7 @@ def test_tokens_are_made_where_texts_are(served: Served, monkeypatch: pytest.Mon
         tokens = served.post("/tokenize", prompt=text).json()["tokens"]
         assert served.post("/tokenize", messages=[{"role": "user", "content": text}]).status_code == 200
         assert served.post("/detokenize", tokens=tokens).json()["prompt"] == text
-    assert threads == ["hybridkv-tokenizer"] * 3 + ["hybridkv-long-texts"] * 3
+    assert threads == ["hybridkv-tokenizer-0"] * 3 + ["hybridkv-long-texts-0"] * 3
 
 
 def test_keys_and_limits_hold_for_tokens_too(checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.store import CorruptObject, MemoryStore, MissingObject
 from hybridkv.stream import Load
 from hybridkv.stream.load import _Source
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 from tests.engine.drive import GREEDY, check_greedy, memory_for
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind

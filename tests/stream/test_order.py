@@ -17,7 +17,7 @@ import pytest
 from hybridkv.cache import Role
 from hybridkv.store import ObjectName
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, FaultyBlob, Kind

@@ -17,7 +17,7 @@ from hybridkv.store import ObjectName, Store, StoreError, Writer
 from hybridkv.stream.catalogue import StoredGroup
 from hybridkv.stream.row_io import Copy, PageBytes
 from hybridkv.stream.stats import StreamStats
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 
 T = TypeVar("T")
 LOG = logging.getLogger("hybridkv.stream")

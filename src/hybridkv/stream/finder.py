@@ -14,7 +14,7 @@ from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.keys import BlockKeys
 from hybridkv.stream.lookup import last_stored
 from hybridkv.stream.stats import StreamStats
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 
 _THREADS = 2
 LOOKUP_TIMEOUT_S = 2.0

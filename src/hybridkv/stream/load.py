@@ -20,7 +20,7 @@ from hybridkv.store.errors import StoreError
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 
 _ALL_LAYERS = 1 << 30
 

@@ -19,7 +19,7 @@ from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.stats import StreamStats
 from hybridkv.stream.step import StepTransfers
-from hybridkv.stream.workers import Workers
+from hybridkv.workers import Workers
 
 LOG = logging.getLogger("hybridkv.stream")
 _READERS = 8

@@ -1,6 +1,6 @@
-"""Threads that do what is handed to them, the oldest first. They know nothing of rows and stores.
+"""Threads that run what is submitted to them, the oldest first. They know nothing of rows, stores or texts.
 
-They are daemons: one that hangs inside a store keeps neither the engine nor the process from ending.
+They are daemons: a thread that hangs keeps neither the engine nor the process from ending.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ class Workers:
         return len(self._threads)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Never waits. What the function returns or raises is in the future; after `close` nothing ever is."""
+        """Never waits. The future gets the result or the error; it can be cancelled until the function begins.
+
+        What is submitted after `close` never runs.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = function()
-            except BaseException as error:  # whoever holds the future is told
+            except BaseException as error:  # raised again where the result is asked for
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -43,8 +48,8 @@ class Workers:
         self._queue.put(run)
         return future
 
-    def close(self, timeout_s: float) -> bool:
-        """Do what was submitted so far, then end. False: some of it hangs, and is left to itself."""
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Run what was submitted so far, then end. False: some of it still ran after `timeout_s`."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout_s
