@@ -1,7 +1,7 @@
-"""Rows on their way out: copied from their pages when their last layer has run, written by other threads meanwhile.
+"""Dumping: rows are copied from their pages when their last layer has run, and written by other threads.
 
-An object becomes visible only when the step that computed the last of it has been committed. What waits to be written
-is bounded: beyond that, objects are dropped and counted, and no step ever waits for a store.
+An object becomes visible only when the step that computed its last row has been committed. The bytes that wait to be
+written are bounded: beyond the bound objects are dropped and counted. No step ever waits for a store.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ LOG = logging.getLogger("hybridkv.stream")
 
 _THREADS = 2
 _STALL_S = 3.0
-"""Closing gives up on a store that has not taken a single row for so long."""
+"""`close` gives up on a store that has taken no row for this long."""
 
 
 class Outgoing:
-    """One object that is being written: rows, then a verdict. One thread at a time does what is due, in order."""
+    """One object that is being written: its rows, then the decision to publish it, one action after the other."""
 
     def __init__(
         self, name: ObjectName, group: StoredGroup, pages: Sequence[Sequence[int]], *, position: int, num_tokens: int
     ) -> None:
-        """`pages`: by row, those that its parts lie in. `num_tokens`: whose computation it saves."""
+        """`pages`: by row. `num_tokens`: how many a load of this object saves computing."""
         self.name = name
         self.group = group
         self.pages = pages
@@ -50,7 +50,7 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def push(self, action: Callable[[], None]) -> bool:
-        """Something is due. True: the caller must see to it that `work` is called."""
+        """Queue an action. True: the caller must have `work` called on some thread."""
         with self._lock:
             self._due.append(action)
             was_busy, self._is_busy = self._is_busy, True
@@ -75,13 +75,13 @@ class Dumper:
         self._stats = stats
         self._max_waiting_bytes = max_waiting_bytes
         self._changed = threading.Condition()
-        """Notified of every row and object that the store has taken or refused."""
+        """Notified when the store has taken or refused a row or an object."""
         self._writing: dict[ObjectName, Outgoing] = {}
-        """Objects that were begun and have not ended. Whether the store has others, it says itself."""
+        """Objects that were begun and are neither published nor discarded."""
         self._workers = Workers(_THREADS, "hybridkv-dump")
 
     def begin(self, outgoing: Outgoing) -> bool:
-        """Whether the object shall be written: not if it is being written, or if too much is waiting already."""
+        """False: the object is being written already, or too many bytes wait to be written."""
         with self._changed:
             if outgoing.name in self._writing:
                 return False
@@ -93,7 +93,7 @@ class Dumper:
         return True
 
     def row(self, outgoing: Outgoing, number: int) -> None:
-        """Take a row out of its pages: its last layer has run."""
+        """Copy a row out of its pages. Call when its last layer has run."""
         try:
             copy = self._pages.copy_out(outgoing.group.plan, outgoing.group.rows[number], outgoing.pages[number])
         except (MemoryError, RuntimeError):  # no memory for a copy: the step goes on, the object is lost
@@ -102,19 +102,19 @@ class Dumper:
         self._do(outgoing, lambda: self._write(outgoing, number, copy))
 
     def judge(self, outgoing: Outgoing, counts: bool) -> None:
-        """The step is over: the object becomes visible when all its rows are written, or never."""
+        """The step has ended: publish the object once its rows are written, or discard it if it does not count."""
         outgoing.is_judged = True
         self._do(outgoing, lambda: self._finish(outgoing, counts))
 
     def drain(self) -> None:
-        """Wait until everything that was begun has been written or given up."""
+        """Wait until no object is being written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until everything that has been judged is written: `timeout_s` at most, and not for a store that hangs.
+        """Wait until all objects that count are written: `timeout_s` at most, and not for a store that hangs.
 
-        What has not been judged never will be: its step has not come to its end.
+        Objects whose step has not ended are discarded.
         """
         with self._changed:
             unjudged = [one for one in self._writing.values() if not one.is_judged]
@@ -123,7 +123,7 @@ class Dumper:
         self._workers.close(timeout_s if self._wait_while_busy(timeout_s) else 0.0)
 
     def _wait_while_busy(self, timeout_s: float) -> bool:
-        """Whether everything is written. False: time is up, or the store hangs."""
+        """False: `timeout_s` has passed, or the store hangs."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._writing:
@@ -169,12 +169,12 @@ class Dumper:
             self._changed.notify_all()
 
     def _try(self, outgoing: Outgoing, action: Callable[[], T]) -> T | None:
-        """What it returns, or None: a store that fails, in whatever way, costs this object and nothing else."""
+        """The result of `action`, or None if it raised: a store that fails costs this object and nothing else."""
         try:
             return action()
-        except (StoreError, OSError):  # the store's guard tells of it
+        except (StoreError, OSError):  # logged by the store's guard
             outgoing.failed = True
-        except BaseException:  # no store should raise it: a bug, and nobody else would hear of it
+        except BaseException:  # no store should raise it: this log line is the only sign of the bug
             outgoing.failed = True
             LOG.exception("%s could not be written", outgoing.name)
         finally:

@@ -21,7 +21,7 @@ LOOKUP_TIMEOUT_S = 2.0
 
 
 class Fetch:
-    """What a store can add to a prompt: known at once, soon, or never."""
+    """One lookup: how far a store can take a prompt. The answer may be there already, come later, or never."""
 
     def __init__(self, start: int, found: Future[int], deadline: float, clock: Callable[[], float]) -> None:
         self._start = start
@@ -43,9 +43,9 @@ class Fetch:
 
     @property
     def position(self) -> int:
-        """Where the store would let the prompt resume; 0 if it adds nothing, does not answer, or has failed.
+        """Where the prompt can resume with the store's objects; 0 if there is no answer, or the store adds nothing.
 
-        What was in memory when it was asked may be gone by now: the store has said nothing about that part.
+        The answer holds only together with the tokens up to `start` that memory had when the store was asked.
         """
         if not self._found.done() or self.has_failed or self._found.result() <= self._start:
             return 0
@@ -79,7 +79,7 @@ class Finder:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether lookups hang on all threads: then no request waits for another one."""
+        """Whether lookups hang on all threads. Then another lookup would only wait."""
         self._asked = [fetch for fetch in self._asked if not fetch.is_answered]
         return sum(fetch.is_late for fetch in self._asked) >= self._workers.count
 
@@ -104,9 +104,9 @@ class Finder:
         return fetch
 
     def touch(self, names: Sequence[ObjectName]) -> None:
-        """Objects have been of use: the store keeps them longer. The first object is needed first."""
+        """Tell the store that objects were used, so that it keeps them longer. The first is needed first."""
         self._workers.submit(lambda: self._store.touch(list(reversed(names))))
 
     def close(self, timeout_s: float) -> None:
-        """What hangs is left to itself."""
+        """Threads that hang are not waited for."""
         self._workers.close(0.0 if self.is_blocked else timeout_s)

@@ -1,4 +1,4 @@
-"""The names of a request's blocks outside the process, made as far as they are asked for."""
+"""Keys of a request's blocks: what stored objects are named by. Computed when first asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockKeys:
         self._lock = threading.Lock()
 
     def first(self, num_blocks: int, tokens: bytes | bytearray) -> Sequence[bytes]:
-        """Of the first blocks of these tokens, which may have become more since it was last asked."""
+        """Keys of the first blocks. `tokens` may have grown since the last call."""
         with self._lock:
             known = len(self._keys)
             if known < num_blocks:

@@ -1,4 +1,4 @@
-"""One request's load: rows of stored objects on their way into pages, in the order in which layers need them.
+"""Loading: rows of stored objects are read into pages, in the order in which layers need them.
 
 A row that is missing, short, corrupt or late makes the load fail: rows after it are not read. `wait` returns at the
 deadline at the latest. A row is read into a buffer of its own and reaches its pages only once it has been checked, so
@@ -26,7 +26,7 @@ _ALL_LAYERS = 1 << 30
 
 
 class _Source:
-    """An object that rows are read from, opened by whoever needs it first."""
+    """An object that rows are read from. The first read opens it."""
 
     def __init__(self, store: Store, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int) -> None:
         self.name = catalogue.name(group, key)
@@ -36,7 +36,7 @@ class _Source:
         self._lock = threading.Lock()
         self._reader: Reader | None = None
         self._error: Exception | None = None
-        """Why it cannot be opened. All rows get the same answer: a corrupt object is missing once it was noticed."""
+        """Why it cannot be opened. All rows get the same error, although a corrupt object is deleted by the first."""
 
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
         with self._lock:
@@ -52,7 +52,7 @@ class _Source:
         reader.read(row, buffers)
 
     def close(self) -> None:
-        """When nobody reads any more. What was read stays right, whatever becomes of the object now."""
+        """Call after the last read."""
         with self._lock:
             reader, self._reader = self._reader, None
         if reader is not None:
@@ -64,7 +64,7 @@ class _Source:
         found = [row.nbytes for row in reader.header.rows]
         if found != self._row_bytes:
             reader.close()
-            self._store.delete([self.name])  # else nobody could ever write the right one
+            self._store.delete([self.name])  # as long as it exists, the right one cannot be written
             raise CorruptObject(f"{self.name}: rows of {found[:3]}... bytes instead of {self._row_bytes[:3]}...")
         return reader
 
@@ -77,7 +77,7 @@ class _Task(NamedTuple):
     row: Row
     pages: list[int | None]
     start: int
-    """The first token that is lost if it fails."""
+    """The first token that is lost if the read fails."""
     end: int
 
     @property
@@ -86,7 +86,7 @@ class _Task(NamedTuple):
 
 
 class Load:
-    """Rows on their way. Made and asked on the engine's thread, carried out by others."""
+    """One request's load. Called on the engine's thread; reader threads do the work."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Load:
         self._good_until = self.end
         self._changed = threading.Condition()
         self._waiting = deque(sorted(_tasks(store, catalogue, request, keys), key=lambda task: task.order))
-        """Rows that nobody has begun to read."""
+        """Rows that no reader has taken yet."""
         self._num_reading = 0
         self._num_copying = 0
         """Readers that are copying a row into its pages."""
@@ -130,19 +130,19 @@ class Load:
 
     @property
     def is_over(self) -> bool:
-        """Its pages are not written any more: every row has come, or it was given up."""
+        """Every row has been read, or the load was given up. No page is written after that."""
         with self._changed:
             return self._is_given_up or self._is_read
 
     @property
     def is_reading(self) -> bool:
-        """Some reader is, or will be, occupied by it: also after it was given up, while a read hangs."""
+        """Whether it occupies readers, or will. A read that hangs occupies one even after the load was given up."""
         with self._changed:
             return not self._is_read
 
     @property
     def num_hanging(self) -> int:
-        """Readers that are occupied by it after its deadline."""
+        """Readers that it still occupies after its deadline."""
         return self._num_reading if self._clock() >= self._deadline else 0
 
     @property
@@ -155,7 +155,7 @@ class Load:
         return self._good_until - self.start
 
     def submit(self, readers: Workers, on_over: Callable[[], None]) -> None:
-        """Have all rows read, the first needed first. The reader of the last row calls `on_over`."""
+        """Queue all rows, in the order of layers. The reader of the last row calls `on_over`."""
         for _ in range(len(self._waiting)):
             readers.submit(lambda: self._read_next(on_over))
 
@@ -203,7 +203,7 @@ class Load:
             self._fail("corrupt", task.start, error)
         except (StoreFault, OSError) as error:
             self._fail("fault", task.start, error)
-        except BaseException as error:  # whatever it is: the request must be told, and computes by itself
+        except BaseException as error:  # whatever it is: the request computes these tokens instead
             self._fail("error", task.start, error)
         self._read_over(task, on_over)
 
@@ -224,7 +224,7 @@ class Load:
                 self._changed.notify_all()
 
     def _fail(self, failure: str, start: int, error: BaseException) -> None:
-        """What begins at `start` or later is lost; where windows and states are those of the end, everything is."""
+        """Tokens from `start` on are lost. With windows or states, which are those of the end, all tokens are."""
         with self._changed:
             if self.failure is None:
                 self.failure, self.error = failure, error

@@ -23,12 +23,11 @@ from hybridkv.workers import Workers
 
 LOG = logging.getLogger("hybridkv.stream")
 _READERS = 8
-_NEWS = 0.3
-"""How much a load changes what is expected of the next."""
+_BANDWIDTH_EMA_WEIGHT = 0.3
 LOAD_TIMEOUT_S = 30.0
 MAX_WAITING_BYTES = 256 * 2**20
 CLOSE_TIMEOUT_S = 30.0
-"""For what is on its way to a store when it is closed."""
+"""`close` waits this long at most for objects to be written."""
 
 
 class Mover:
@@ -59,13 +58,13 @@ class Mover:
         self._loads: list[Load] = []
         """Loads that still occupy readers."""
         self._bytes_per_s = 0.0
-        """Of the last loads; older ones count less and less."""
+        """Exponential moving average of load bandwidth; 0 before the first load."""
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
     @property
     def is_blocked(self) -> bool:
-        """Whether reads hang on all threads: then no request waits for another load."""
+        """Whether reads hang on all threads. Then another load would only wait."""
         self._loads = [load for load in self._loads if load.is_reading]
         return sum(load.num_hanging for load in self._loads) >= self._readers.count
 
@@ -85,22 +84,22 @@ class Mover:
         return load
 
     def predicted_seconds(self, start: int, end: int) -> float | None:
-        """What a load would take, going by the last ones; None before there were any."""
+        """How long a load would take at the present bandwidth; None before the first load."""
         if not self._bytes_per_s:
             return None
         return self.catalogue.load_bytes(start, end) / self._bytes_per_s
 
     def ended(self, load: Load, mode: str) -> None:
-        """A load is over, or is given up: count it."""
+        """Count a load that has ended or was given up."""
         stats = self._stats
         if load.failure is not None:
             stats.failures[load.failure] += 1
-            if load.failure == "error":  # no store should raise it: a bug, and the request does not tell
+            if load.failure == "error":  # no store should raise it: this log line is the only sign of the bug
                 LOG.error("a load failed", exc_info=load.error)
         else:
             stats.loads[mode] += 1
             rate = load.num_bytes / max(load.seconds, 1e-6)
-            self._bytes_per_s += (rate - self._bytes_per_s) * (_NEWS if self._bytes_per_s else 1.0)
+            self._bytes_per_s += (rate - self._bytes_per_s) * (_BANDWIDTH_EMA_WEIGHT if self._bytes_per_s else 1.0)
             stats.loaded_tokens += load.end - load.start
         stats.loaded_bytes += load.num_bytes
         stats.load_seconds += load.seconds
@@ -108,7 +107,7 @@ class Mover:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepTransfers:
-        """A step's transfers: none yet."""
+        """The transfers of a new step: none yet."""
         return StepTransfers(self._dumper)
 
     def dump(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> list[Outgoing]:
@@ -127,7 +126,7 @@ class Mover:
         return found
 
     def dump_now(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> None:
-        """The same for tokens that have been computed: written without waiting for a step."""
+        """Write objects of tokens that are computed already, without a step."""
         for outgoing in self.dump(request, points, keys):
             for number in range(len(outgoing.group.rows)):
                 self._dumper.row(outgoing, number)
@@ -135,7 +134,7 @@ class Mover:
         self.settle()
 
     def settle(self) -> None:
-        """After a step: what it has left may be overwritten."""
+        """Call after a step: pages that were copied out may be overwritten from now on."""
         self._pages.settle()
 
     def _block_pages(self, group: StoredGroup, request: PageRequest, end: int) -> Sequence[int] | None:
@@ -173,7 +172,7 @@ class Mover:
         self._dumper.drain()
 
     def close(self, timeout_s: float, reads_timeout_s: float) -> None:
-        """Give up all loads, and write what has been dumped. What hangs is left to itself."""
+        """Give up all loads, and write what has been dumped. Threads that hang are not waited for."""
         for load in self._loads:
             load.give_up("aborted", RuntimeError("the engine was closed"))
         self._dumper.close(timeout_s)

@@ -14,22 +14,22 @@ class StreamStats:
     found: int = 0
     """Lookups that found something to add."""
     slow_lookups: int = 0
-    """Lookups that were not waited for any longer."""
+    """Lookups that timed out."""
     failed_lookups: int = 0
     """Lookups that raised."""
     skipped_lookups: int = 0
-    """Lookups that were not tried, because earlier ones or all reads hang."""
+    """Lookups that were not tried, because lookups or reads hang on all threads."""
     loads: Counter[str] = field(default_factory=Counter)
     """Loads that came whole, by mode: async or layerwise."""
     failures: Counter[str] = field(default_factory=Counter)
     """Loads that failed, by what went wrong first: missing, corrupt, fault, timeout or error; or were aborted."""
     loaded_tokens: int = 0
     loaded_bytes: int = 0
-    """Read for requests, whether they were of use in the end or not."""
+    """Read for loads, whether they succeeded or not."""
     load_seconds: float = 0.0
     """From the start of each load to its last row, all loads together."""
     wait_seconds: float = 0.0
-    """That steps have waited for rows."""
+    """How long steps have waited for rows."""
     dumped: int = 0
     """Objects that became visible."""
     dumped_bytes: int = 0

@@ -1,4 +1,4 @@
-"""One step's transfers: what its layers wait for, and what they leave. One object a step, which ends with it."""
+"""The transfers of one step: the loads that its layers wait for, and the objects that they dump."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridkv.stream.load import Load
 
 
 class StepTransfers:
-    """Told of every layer of a step. Loads beside the step are not its business.
+    """Told of every layer of a step. Asynchronous loads are not part of it.
 
     An owner is the caller's key for one of the step's requests. Each load and each object belongs to one.
     """

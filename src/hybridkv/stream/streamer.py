@@ -17,7 +17,7 @@ from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.stats import StreamStats
 
 _LAST_READS_S = 2.0
-"""For reads and lookups under way when the streamer is closed: no request waits for them."""
+"""`close` waits this long at most for reads and lookups: no request needs them any more."""
 
 
 class Streamer:
@@ -40,7 +40,7 @@ class Streamer:
         self.catalogue = catalogue
         self.stats = StreamStats()
         self.on_event: Callable[[], None] = _nobody
-        """Called on any thread when something is over that the engine may wait for."""
+        """Called on any thread when a lookup or a load has ended."""
         self.finder = Finder(
             store, catalogue, self.stats, timeout_s=lookup_timeout_s, on_answer=self._tell, clock=clock
         )
@@ -57,14 +57,14 @@ class Streamer:
         self._close_timeout_s = close_timeout_s
 
     def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int) -> Fetch | None:
-        """As the finder does; None also while what it finds could not be loaded."""
+        """Ask the finder. None also while loads hang on all threads."""
         if self.mover.is_blocked:
             self.stats.skipped_lookups += 1
             return None
         return self.finder.find(keys, tokens, start, limit)
 
     def ended(self, load: Load, mode: str) -> None:
-        """A load is over, or is given up: count it, and have the store keep longer what was of use."""
+        """Count a load that has ended or was given up. Objects that were of use are kept longer by the store."""
         self.mover.ended(load, mode)
         if load.failure is None:
             self.finder.touch(load.names)
@@ -79,7 +79,7 @@ class Streamer:
         self.mover.drain()
 
     def close(self) -> None:
-        """Write what has been dumped, then close the store. What hangs is left to itself."""
+        """Write what has been dumped, then close the store. Threads that hang are not waited for."""
         self.mover.close(self._close_timeout_s, _LAST_READS_S)
         self.finder.close(_LAST_READS_S)
         self.store.close()
