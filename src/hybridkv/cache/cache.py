@@ -21,10 +21,10 @@ from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.leaders import find_leader, find_rebuilder
 from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, NoRoom, StepTables
-from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
@@ -59,10 +59,10 @@ class Cache:
         self._events = Events(event_limit)
         eviction = named_policy(policy) if isinstance(policy, str) else policy
         self._keeper = Keeper(layout, eviction, run_operations, self.stats, self._events)
-        self._leasing = Leasing(self._keeper)
-        self._sending = Sending(self._leasing)
-        self._steps = Steps(self._leasing)
-        self._pins = Pins(self._leasing, clock)
+        self._placement = Placement(self._keeper)
+        self._sending = Sending(self._placement)
+        self._steps = Steps(self._placement)
+        self._pins = Pins(self._placement, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
@@ -74,7 +74,7 @@ class Cache:
         """What the index has for a prompt; nothing is touched."""
         packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
         limit = len(packed) // TOKEN_BYTES - 1
-        path, resume = self._leasing.find(key, packed, limit, self._tap_groups(taps))
+        path, resume = self._placement.find(key, packed, limit, self._tap_groups(taps))
         size, num_blocks = self.block_tokens, limit // self.block_tokens
         leader, leader_tokens = find_leader(path, packed, num_blocks, size)
         if leader is None and resume.matched_tokens > resume.position:
@@ -106,9 +106,9 @@ class Cache:
             raise CacheError("a request needs at least one token")
         if self._pins.live:
             self._pins.expire()
-        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
-        path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
-        self._leasing.attach(lease, path, resume)
+        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        path, resume = self._placement.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
+        self._placement.attach(lease, path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, breakpoints)
         self._count_request(lease, resume)
@@ -174,7 +174,7 @@ class Cache:
             failed = failed or unusable
         if lease.aborted:
             self._steps.drop_step(lease, step)
-            self._leasing.detach(lease)
+            self._placement.detach(lease)
         elif failed or lease.poisoned is not None:
             lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
@@ -198,15 +198,15 @@ class Cache:
         """The request ends, or is preempted: its end becomes a checkpoint (if `keep`), and its pages go."""
         self._check_idle(lease)
         if keep:
-            self._leasing.keep_end(lease)
-        self._leasing.detach(lease)
+            self._placement.keep_end(lease)
+        self._placement.detach(lease)
 
     def abort(self, lease: Lease) -> None:
         """At any moment. Pages of a step in flight stay until it is committed."""
         if lease.released:
             return
         if lease.step is None:
-            self._leasing.detach(lease)
+            self._placement.detach(lease)
         else:
             lease.aborted = True
             lease.withdraw()
@@ -216,11 +216,11 @@ class Cache:
         self._check_idle(lease)
         if self._pins.live:
             self._pins.expire()
-        no_room = self._keeper.make_room(self._leasing.fork_needs(lease, count))
+        no_room = self._keeper.make_room(self._placement.fork_needs(lease, count))
         if no_room is not None:
             self.stats.no_room += 1
             return no_room
-        twins = [self._leasing.fork(lease) for _ in range(count)]
+        twins = [self._placement.fork(lease) for _ in range(count)]
         self._keeper.run_operations()
         return twins
 
@@ -230,7 +230,7 @@ class Cache:
         if limit < 0:
             raise CacheError(f"cannot roll back to {limit}")
         if limit < lease.computed:
-            self._leasing.reattach(lease, limit)
+            self._placement.reattach(lease, limit)
         return lease.computed
 
     # --- things that go wrong -----------------------------------------------------------------------------------------
@@ -264,11 +264,11 @@ class Cache:
             if lease.in_flight:
                 lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
             elif position >= lease.computed:
-                self._leasing.trim(lease)
+                self._placement.trim(lease)
             elif lease.is_pin:
                 self._pins.break_off(lease)
             else:
-                self._leasing.reattach(lease, position)
+                self._placement.reattach(lease, position)
                 moved[lease.id] = lease.computed
         self._keeper.run_operations()
         return moved
@@ -306,11 +306,11 @@ class Cache:
             raise CacheError(f"cannot pin the first {limit} tokens: give a limit of at least 0")
         packed = pack_tokens(tokens)
         self._pins.expire()
-        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         lease.is_pin = True
         most = lease.prompt_tokens if limit is None else min(limit, lease.prompt_tokens)
-        path, resume = self._leasing.find(lease.root_key, packed, most, lease.taps)
-        self._leasing.attach(lease, path, resume)
+        path, resume = self._placement.find(lease.root_key, packed, most, lease.taps)
+        self._placement.attach(lease, path, resume)
         return self._pins.add(lease, ttl_seconds)
 
     def renew(self, pin: Pin, ttl_seconds: float) -> None:

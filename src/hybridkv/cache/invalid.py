@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
-from hybridkv.cache.leasing import first_index
+from hybridkv.cache.placement import first_index
 
 BadPages = dict[int, set[int]]
 """By group: page numbers."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.index import Node, State
 from hybridkv.cache.lease import CacheError, Lease
-from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.packing import pack
 from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.pools import Pool, Slab
 
 
@@ -89,9 +89,9 @@ class Pin:
 class Pins:
     """The pins of one cache."""
 
-    def __init__(self, leasing: Leasing, clock: Callable[[], float]) -> None:
-        self.leasing = leasing
-        self.keeper = leasing.keeper
+    def __init__(self, placement: Placement, clock: Callable[[], float]) -> None:
+        self.placement = placement
+        self.keeper = placement.keeper
         self.live: dict[int, Pin] = {}
         """By the id of their lease."""
         self._clock = clock
@@ -123,7 +123,7 @@ class Pins:
             pin.ended = state
             del self.live[pin.lease.id]
             del self.keeper.transfers[pin.lease.id]
-            self.leasing.detach(pin.lease)
+            self.placement.detach(pin.lease)
 
     def expire(self) -> None:
         """End the pins whose time has passed."""
@@ -154,7 +154,7 @@ class Pins:
             if table is not None:
                 tables[group.name] = table + make_pages(tail[index : index + 1])
         states = {}
-        for group, state in zip(self.leasing.state_groups, lease.states, strict=True):
+        for group, state in zip(self.placement.state_groups, lease.states, strict=True):
             states[group.name] = (NULL_PAGE,) * group.pages_per_state if state is None else state.pages
         return PinnedPages(tables, states)
 
@@ -168,7 +168,7 @@ class Pins:
             for page in pages.tables.get(group.name, ()):
                 if page != NULL_PAGE:
                     yield pool, page
-        for group, pool in zip(self.leasing.state_groups, keeper.state_pools, strict=True):
+        for group, pool in zip(self.placement.state_groups, keeper.state_pools, strict=True):
             for page in pages.states[group.name]:
                 if page != NULL_PAGE:
                     yield pool, page

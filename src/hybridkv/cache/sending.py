@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hybridkv.cache.index import State, null_pages
 from hybridkv.cache.lease import InFlight, Kept, Lease, Loaded, NoRoom, Segment, StepTables
-from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import Kind
 
 _EVICTIONS_FOR_CHECKPOINTS = 8
@@ -15,14 +15,14 @@ _EVICTIONS_FOR_CHECKPOINTS = 8
 
 
 class Sending:
-    """Steps that leave, of the leases of one `Leasing`."""
+    """Steps that leave, of the leases of one `Placement`."""
 
-    def __init__(self, leasing: Leasing) -> None:
-        self.leasing = leasing
-        self.keeper = leasing.keeper
-        self.block_tokens = leasing.block_tokens
-        self.state_groups = leasing.state_groups
-        self._state_names = [group.name for group in leasing.state_groups]
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.keeper = placement.keeper
+        self.block_tokens = placement.block_tokens
+        self.state_groups = placement.state_groups
+        self._state_names = [group.name for group in placement.state_groups]
 
     def send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
         """A step that computes the tokens from `start` up to `end`. `num_known`: without its drafts."""
@@ -35,7 +35,7 @@ class Sending:
                 return room
             if num_blocks > 0:
                 self._add_blocks(lease, num_blocks)
-            self.leasing.settle_tail(lease)
+            self.placement.settle_tail(lease)
             chains = self._add_segments(lease, start, end, num_known, room, may_cut)
             segments = dict(zip(self._state_names, chains, strict=True))
         else:
@@ -62,7 +62,7 @@ class Sending:
             lease.wanted.setdefault(first, Kind.BRANCH)
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
-        self.leasing.settle_tail(lease)
+        self.placement.settle_tail(lease)
         chains = self._add_segments(lease, start, end, lease.num_tokens, room, True)
         assert lease.step is not None
         lease.step.loaded_to = first
@@ -98,7 +98,7 @@ class Sending:
     ) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
         keeper = self.keeper
-        fresh, needs = self._fresh_states(lease, may_cut), self.leasing.needs
+        fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0
         most = _EVICTIONS_FOR_CHECKPOINTS
         if num_inside and keeper.make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:

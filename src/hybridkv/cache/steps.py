@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from hybridkv.cache.index import Checkpoint, Node, common_blocks, null_pages
 from hybridkv.cache.lease import InFlight, Kept, Lease
-from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.pages import NULL_PAGE, make_pages
+from hybridkv.cache.placement import Placement
 
 
 class Steps:
-    """Steps of the leases of one `Leasing`."""
+    """Steps of the leases of one `Placement`."""
 
-    def __init__(self, leasing: Leasing) -> None:
-        self.leasing = leasing
-        self.keeper = leasing.keeper
-        self.block_tokens = leasing.block_tokens
-        self.block_bytes = leasing.block_bytes
-        self.state_groups = leasing.state_groups
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.keeper = placement.keeper
+        self.block_tokens = placement.block_tokens
+        self.block_bytes = placement.block_bytes
+        self.state_groups = placement.state_groups
 
     # --- taking it back -----------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ class Steps:
             stand = self._step_back(lease, step, target)
             if stand is None:
                 self.drop_kept(step.kept)
-                self.leasing.reattach(lease, target)
+                self.placement.reattach(lease, target)
                 return
             target = stand
         lease.computed = target
@@ -57,7 +57,7 @@ class Steps:
             self._slide(lease, target)
         if loaded and target < step.loaded_to:  # what was loaded after it is wrong
             self._clear_own_blocks(lease)
-            self.leasing.trim(lease)
+            self.placement.trim(lease)
 
     def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
         """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
@@ -102,9 +102,9 @@ class Steps:
         if loaded:
             self._clear_own_blocks(lease)
         if loaded or step.in_place or (bad is not None and bad < step.start):
-            self.leasing.reattach(lease, step.start if bad is None else min(bad, step.start))
+            self.placement.reattach(lease, step.start if bad is None else min(bad, step.start))
         elif bad is not None:
-            self.leasing.trim(lease)
+            self.placement.trim(lease)
         lease.poisoned = None
 
     def _clear_own_blocks(self, lease: Lease) -> None:
@@ -194,7 +194,7 @@ class Steps:
                     keeper.give_back_blocks(group, table[max(old, published) : first])
                 table[old:first] = null_pages(first - old)
                 lease.local_first[group] = first
-        lease.slide_at = self.leasing.next_slide(position)
+        lease.slide_at = self.placement.next_slide(position)
 
     def _own_slabs_only(self, lease: Lease) -> None:
         """After publishing, only the block begun and the states are the lease's own."""

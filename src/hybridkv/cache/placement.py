@@ -15,7 +15,7 @@ from hybridkv.cache.tokens import TOKEN_BYTES
 from hybridkv.sight import NEVER
 
 
-class Leasing:
+class Placement:
     """Leases over one keeper."""
 
     def __init__(self, keeper: Keeper) -> None:
