@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, held
+from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, footprint
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.pages import make_pages
 from hybridkv.cache.policy import PromptEndBranchesGrid
@@ -306,7 +306,7 @@ def test_blocks_without_tapped_states_do_not_count_as_held() -> None:
     sim.cache.release(tapped, keep=False)
     running = sim.prompt(tokens(4) + tokens(40, 1))  # its first block has a tapped state, the others have none
     keeper = sim.cache._keeper
-    counted = held.at_least(keeper.leases.values(), keeper._groups)
+    counted = footprint.at_least(keeper.leases.values(), keeper._groups)
     assert {pool.name: pages for pool, pages in counted.items()} == {"full": 11, "taps": 1}
     sim.serve(tokens(44, 2))
     running.append(tokens(20, 3))

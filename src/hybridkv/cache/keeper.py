@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from hybridkv.cache import held
+from hybridkv.cache import footprint
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.eviction import EvictionQueue, is_superseded
-from hybridkv.cache.held import Needs
+from hybridkv.cache.footprint import Needs
 from hybridkv.cache.history import History
 from hybridkv.cache.index import Checkpoint, Index, Node, State, null_pages
 from hybridkv.cache.layout import CacheLayout, Role
@@ -70,7 +70,7 @@ class Keeper:
         self.taps = [i for i, role in enumerate(roles) if role is Role.TAP]
         for group in self.local:
             self.token_pools[group].share_pages(layout.num_slabs)
-        self._groups = held.Groups(self.full, self.local, self.taps, self.token_pools, self.state_pools)
+        self._groups = footprint.Groups(self.full, self.local, self.taps, self.token_pools, self.state_pools)
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[int, Lease] = {}
         self.transfers: dict[int, set[Slab]] = {}
@@ -121,8 +121,8 @@ class Keeper:
     def _is_in_vain(self, needs: Needs) -> bool:
         """Whether there would be no room even without anything that can be evicted."""
         leases = self.leases.values()
-        for count in (held.at_most, held.at_least):  # mostly the quick one is enough to see that there would
-            if self.arena.could_ever_fit(held.add(needs, count(leases, self._groups))):
+        for count in (footprint.at_most, footprint.at_least):  # mostly the quick one is enough to see that there would
+            if self.arena.could_ever_fit(footprint.add(needs, count(leases, self._groups))):
                 return False
         return True
 

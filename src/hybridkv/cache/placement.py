@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridkv.cache.held import Needs
+from hybridkv.cache.footprint import Needs
 from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
