@@ -716,7 +716,7 @@ def test_the_books_do_not_grow_with_the_number_of_requests() -> None:
         cache.cache.abort(cache.cache.begin(tokens(40), salt=str(number % 3)))
     keeper = cache.cache._keeper
     assert len(keeper._queue) < 10
-    assert len(keeper.history.ghosts) == 0
+    assert len(keeper.history.log) == 0
     assert len(keeper.index.roots) == 1
 
 

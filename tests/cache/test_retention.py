@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Rating, Role, named_policy
-from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.eviction_log import Eviction, EvictionLog
 from hybridkv.cache.index import Checkpoint
 from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
 from hybridkv.cache.retention import default_checkpoints
@@ -289,18 +289,18 @@ def test_books_do_not_keep_what_is_gone() -> None:
     assert len(cache.cache._keeper._queue) == 0
 
 
-def test_ghosts_are_bounded_and_recalled_once() -> None:
-    ghosts = Ghosts(limit=2)
+def test_evictions_are_bounded_and_recalled_once() -> None:
+    log = EvictionLog(limit=2)
     for number in range(3):
-        ghosts.remember(bytes([number]), Ghost(number, 0, (0, 0, 0), 0, False))
-    assert len(ghosts) == 2
-    assert ghosts.recall([b"\0"]) is None
-    deepest = ghosts.recall([b"\1", b"x", b"\2", b"y"])
+        log.remember(bytes([number]), Eviction(number, 0, (0, 0, 0), 0, False))
+    assert len(log) == 2
+    assert log.recall([b"\0"]) is None
+    deepest = log.recall([b"\1", b"x", b"\2", b"y"])
     assert deepest is not None
     assert deepest.position == 2
-    assert ghosts.recall([b"\2"]) is None
-    ghosts.clear()
-    assert len(ghosts) == 0
+    assert log.recall([b"\2"]) is None
+    log.clear()
+    assert len(log) == 0
 
 
 def test_popular_prefixes_of_full_attention_outlive_a_flood() -> None:

@@ -276,7 +276,7 @@ class Cache:
     def reset(self) -> None:
         """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
         self.epoch += 1
-        self._keeper.history.ghosts.clear()
+        self._keeper.history.log.clear()
         roots = list(self._keeper.index.roots.values())
         self._keeper.index.roots.clear()
         for root in roots:

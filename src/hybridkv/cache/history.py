@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.eviction import EvictionQueue, Item, is_superseded
-from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.eviction_log import Eviction, EvictionLog
 from hybridkv.cache.index import Checkpoint, Node
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.policy import Kind, Rating
@@ -20,7 +20,7 @@ class History:
     def __init__(self, queue: EvictionQueue, block_tokens: int) -> None:
         self.clock = 0
         """Ticks with each lease that takes a place in the index."""
-        self.ghosts = Ghosts()
+        self.log = EvictionLog()
         self._queue = queue
         self._policy = queue.policy
         self._block_tokens = block_tokens
@@ -100,18 +100,18 @@ class History:
             turn, superseded = item.turn + item.num_hits + 1, is_superseded(item)
         block = position // self._block_tokens - 1 - node.start
         if 0 <= block < node.num_blocks:
-            self.ghosts.remember(node.keys[block], Ghost(position, turn, rating.group, item.last_used, superseded))
+            self.log.remember(node.keys[block], Eviction(position, turn, rating.group, item.last_used, superseded))
 
     def recall(self, lease: Lease, keys: Sequence[bytes]) -> None:
         """A lease asks for blocks by these names: did something that was evicted end at one of them?
 
-        What was evicted piece by piece has left several ghosts: one request reuses it once.
+        What was evicted piece by piece has left several entries: one request reuses it once.
         """
-        ghost = self.ghosts.recall(keys)
-        if ghost is None or ghost.position <= lease.continued_from:
+        eviction = self.log.recall(keys)
+        if eviction is None or eviction.position <= lease.continued_from:
             return
         if not lease.has_recalled:
-            self._policy.learn_reused(ghost.group, self.clock - ghost.last_used)
+            self._policy.learn_reused(eviction.group, self.clock - eviction.last_used)
             lease.has_recalled = True
-        if not ghost.is_superseded:
-            lease.turn, lease.continued_from = ghost.turn, ghost.position
+        if not eviction.is_superseded:
+            lease.turn, lease.continued_from = eviction.turn, eviction.position
