@@ -160,7 +160,7 @@ ABLATION: dict[str, type[PredictedReuse]] = {
 def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPolicy, has_log: bool) -> float:
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
     if not has_log:
-        cache._keeper.history.log = EvictionLog(limit=0)
+        cache._prefixes.history.log = EvictionLog(limit=0)
     for prompt in prompts:
         known = prompt.known_tokens
         lease = cache.begin(prompt.tokens, breakpoints=[known] if known < prompt.num_tokens else [])

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, PinnedPages, PinState, Role
 from hybridkv.cache.index import State
-from hybridkv.cache.keeper import Pinned
 from hybridkv.cache.lease import InFlight
 from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache.running import Pinned
 from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value
@@ -343,8 +343,7 @@ class Fuzz:
             assert pin.expires_at == self.now + ttl
 
     def compact(self) -> None:
-        keeper = self.cache._keeper
-        keeper.compact({}, Pinned(keeper.in_flight, keeper.transfers))
+        self.cache._reclaimer.compactor.compact({}, Pinned(self.cache._running))
 
     def wait(self) -> None:
         self.now += 1

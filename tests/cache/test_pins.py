@@ -194,7 +194,7 @@ def blocked(**options: Any) -> tuple[Sim, Pin, Lease]:
     for seed in (20, 21):
         cache.prompt(tokens(1, seed))
     cache.acknowledge_all()
-    assert not cache.cache._keeper.arena.free_slabs
+    assert not cache.cache._groups.arena.free_slabs
     assert len(slabs_of(pin)) == 4
     return cache, pin, cache.cache.begin(tokens(9, 9))
 

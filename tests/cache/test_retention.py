@@ -212,14 +212,14 @@ def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
     policy = Recorder()
     cache = sim(FULL, STATE, num_slabs=100, policy=policy)
     cache.serve(tokens(40))
-    keeper = cache.cache._keeper
-    popped = keeper._queue.pop(keeper.history.clock)
+    prefixes = cache.cache._prefixes
+    popped = prefixes.queue.pop(prefixes.history.clock)
     while popped is not None:
         item, rating = popped
         assert isinstance(item, Checkpoint)
-        keeper.history.evicted(item, rating)
-        keeper.drop_checkpoint(item)
-        popped = keeper._queue.pop(keeper.history.clock)
+        prefixes.history.evicted(item, rating)
+        prefixes.drop_checkpoint(item)
+        popped = prefixes.queue.pop(prefixes.history.clock)
     lease = cache.cache.begin(tokens(40) + tokens(20, 1))
     assert lease.computed == 0
     assert lease.matched_tokens == 40
@@ -236,11 +236,11 @@ def test_what_loses_its_successor_is_an_end_again() -> None:
         assert cache.compute(lease)
         cache.cache.release(lease)
         chat = chat + tokens(20, 1)
-    keeper = cache.cache._keeper
-    (node,) = (node for node in keeper.all_nodes() if node.checkpoints)
+    prefixes = cache.cache._prefixes
+    (node,) = (node for node in prefixes.all_nodes(()) if node.checkpoints)
     last = node.checkpoints[-1]
-    keeper._queue.withdraw(last)
-    keeper._evict_checkpoint(last)
+    prefixes.queue.withdraw(last)
+    cache.cache._reclaimer.evict_checkpoint(last)
     deepest = node.checkpoints[-1]
     assert deepest.is_news
     assert deepest.rating is not None
@@ -251,7 +251,7 @@ def test_what_loses_its_successor_is_an_end_again() -> None:
 def test_who_found_no_room_has_used_nothing() -> None:
     cache = sim(FULL, STATE, num_slabs=30)
     cache.serve(tokens(41))
-    (checkpoint, *_) = (c for node in cache.cache._keeper.all_nodes() for c in node.checkpoints)
+    (checkpoint, *_) = (c for node in cache.cache._prefixes.all_nodes(()) for c in node.checkpoints)
     for _ in range(10):
         cache.cache.abort(cache.cache.begin(tokens(41)))
     assert checkpoint.num_hits == 0
@@ -286,7 +286,7 @@ def test_books_do_not_keep_what_is_gone() -> None:
         cache.cache.abort(other)
         cache.cache.check_integrity()
     cache.cache.reset()
-    assert len(cache.cache._keeper._queue) == 0
+    assert len(cache.cache._prefixes.queue) == 0
 
 
 def test_evictions_are_bounded_and_recalled_once() -> None:

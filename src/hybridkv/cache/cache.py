@@ -15,19 +15,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from hybridkv.cache.compaction import Compactor
+from hybridkv.cache.group_pages import GroupPages
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
-from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.leaders import find_leader, find_rebuilder
-from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, NoRoom, StepTables
+from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, StepTables
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
+from hybridkv.cache.prefix_cache import PrefixCache
+from hybridkv.cache.reclaim import NoRoom, Reclaimer
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
+from hybridkv.cache.running import Running
 from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps import Steps
@@ -58,11 +62,15 @@ class Cache:
         self._checkpoints = checkpoint_policy or default_checkpoints(layout)
         self._events = Events(event_limit)
         eviction = named_policy(policy) if isinstance(policy, str) else policy
-        self._keeper = Keeper(layout, eviction, run_operations, self.stats, self._events)
-        self._placement = Placement(self._keeper)
-        self._sending = Sending(self._placement)
+        self._running = Running()
+        self._groups = GroupPages(layout, run_operations)
+        self._prefixes = PrefixCache(self._groups, eviction, self.stats, self._events)
+        compactor = Compactor(self._groups, self._running, self.stats)
+        self._reclaimer = Reclaimer(self._prefixes, compactor)
+        self._placement = Placement(self._prefixes, self._running)
+        self._sending = Sending(self._placement, self._reclaimer)
         self._steps = Steps(self._placement)
-        self._pins = Pins(self._placement, clock)
+        self._pins = Pins(self._placement, compactor, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
@@ -78,7 +86,7 @@ class Cache:
         size, num_blocks = self.block_tokens, limit // self.block_tokens
         leader, leader_tokens = find_leader(path, packed, num_blocks, size)
         if leader is None and resume.matched_tokens > resume.position:
-            leases = self._keeper.leases.values()
+            leases = self._running.leases.values()
             leader, leader_tokens = find_rebuilder(leases, key, packed, num_blocks, resume.position, size)
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
 
@@ -87,7 +95,7 @@ class Cache:
         leader = match.leader
         if leader is None or leader.released or leader.aborted or match.leader_tokens <= match.num_tokens:
             return False
-        return leader.keep_at(match.leader_tokens) if self._keeper.needs_checkpoints else True
+        return leader.keep_at(match.leader_tokens) if self._prefixes.needs_checkpoints else True
 
     # --- the life of a request ----------------------------------------------------------------------------------------
 
@@ -167,7 +175,7 @@ class Cache:
         accepted = step.end - step.start if num_accepted is None else num_accepted
         if not 0 <= accepted <= step.end - step.start:
             raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
-        del self._keeper.in_flight[lease.id]
+        del self._running.in_flight[lease.id]
         lease.step = None
         if step.loaded_to > step.start + accepted:
             accepted, unusable = self._usable(step, accepted)
@@ -184,13 +192,13 @@ class Cache:
             self._steps.accept(lease, step, step.start + accepted)
             lease.tokens += packed
         if step.loaded_to > step.start:
-            self._keeper.run_operations()  # pages of a failed load are free once they have been cleared
+            self._groups.run_operations()  # pages of a failed load are free once they have been cleared
         return 0 if lease.aborted else lease.computed
 
     def _usable(self, step: InFlight, accepted: int) -> tuple[int, bool]:
         """What is left of a load that was cut, and whether that is nothing. Windows and states are those of its end."""
         target = (step.start + accepted) // self.block_tokens * self.block_tokens
-        if self._keeper.needs_checkpoints or target <= step.start:
+        if self._prefixes.needs_checkpoints or target <= step.start:
             return 0, True
         return target - step.start, False
 
@@ -216,12 +224,12 @@ class Cache:
         self._check_idle(lease)
         if self._pins.live:
             self._pins.expire()
-        no_room = self._keeper.make_room(self._placement.fork_needs(lease, count))
+        no_room = self._reclaimer.make_room(self._placement.fork_needs(lease, count))
         if no_room is not None:
             self.stats.no_room += 1
             return no_room
         twins = [self._placement.fork(lease) for _ in range(count)]
-        self._keeper.run_operations()
+        self._groups.run_operations()
         return twins
 
     def rollback(self, lease: Lease, limit: int) -> int:
@@ -248,13 +256,13 @@ class Cache:
                 raise CacheError(f"no group {name!r}: the cache has {[*self._token_group, *self._state_group]}")
         self.stats.invalid_pages += sum(map(len, bad.values()))
         invalid = Invalid(
-            self._keeper,
+            self._prefixes,
             {index: bad[name] for name, index in self._token_group.items() if bad.get(name)},
             {index: bad[name] for name, index in self._state_group.items() if bad.get(name)},
         )
         first_bad = {lease: invalid.first_bad_position(lease) for lease in self.leases}
         invalid.clear_pages()
-        for node in self._keeper.all_nodes():
+        for node in self._prefixes.all_nodes(lease.leaf for lease in self.leases):
             if not node.gone:
                 invalid.cut_out(node)
         moved = {}
@@ -270,17 +278,17 @@ class Cache:
             else:
                 self._placement.reattach(lease, position)
                 moved[lease.id] = lease.computed
-        self._keeper.run_operations()
+        self._groups.run_operations()
         return moved
 
     def reset(self) -> None:
         """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
         self.epoch += 1
-        self._keeper.history.log.clear()
-        roots = list(self._keeper.index.roots.values())
-        self._keeper.index.roots.clear()
+        self._prefixes.history.log.clear()
+        roots = list(self._prefixes.index.roots.values())
+        self._prefixes.index.roots.clear()
         for root in roots:
-            self._keeper.kill(root)
+            self._prefixes.kill(root)
 
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
@@ -334,16 +342,16 @@ class Cache:
     def pinned_slabs(self) -> int:
         """Slabs that pins keep in place."""
         self._pins.expire()
-        return len(self._keeper.transfer_slabs())
+        return len(self._running.transfer_slabs())
 
     def take_operations(self) -> OperationBatch | None:
         """Copies and zeroing to run, in order, before the next step; None if there are none."""
-        return self._keeper.arena.take_operations()
+        return self._groups.arena.take_operations()
 
     def acknowledge(self, batch_id: int) -> None:
         """A batch of operations is done."""
         try:
-            self._keeper.arena.acknowledge(batch_id)
+            self._groups.arena.acknowledge(batch_id)
         except KeyError as error:
             raise CacheError(str(error.args[0])) from None
 
@@ -353,18 +361,18 @@ class Cache:
     @property
     def leases(self) -> Sequence[Lease]:
         """Running requests, and the leases of pins."""
-        return tuple(self._keeper.leases.values())
+        return tuple(self._running.leases.values())
 
     def pages_in_use(self) -> dict[str, int]:
         """Pages of each pool that are held or wait for an operation."""
-        return self._keeper.arena.pages_in_use()
+        return self._groups.arena.pages_in_use()
 
     def slabs_in_use(self) -> dict[str, int]:
-        return self._keeper.arena.slabs_in_use()
+        return self._groups.arena.slabs_in_use()
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises AssertionError where the books are wrong."""
-        check_integrity(self._keeper, self._pins)
+        check_integrity(self._prefixes, self._running, self._pins)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -389,7 +397,7 @@ class Cache:
         return tuple(self._token_group[name] for name in taps)
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
-        if not self._keeper.needs_checkpoints:
+        if not self._prefixes.needs_checkpoints:
             return
         facts = PromptFacts(
             lease.prompt_tokens,
@@ -397,7 +405,7 @@ class Cache:
             resume.matched_tokens,
             tuple(breakpoints),
             self.block_tokens,
-            self._keeper.arena.num_free_slabs / self.layout.num_slabs,
+            self._groups.arena.num_free_slabs / self.layout.num_slabs,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.placement import first_index
+from hybridkv.cache.prefix_cache import PrefixCache
 
 BadPages = dict[int, set[int]]
 """By group: page numbers."""
@@ -16,8 +16,9 @@ BadPages = dict[int, set[int]]
 class Invalid:
     """Some invalid pages, and what they spoil."""
 
-    def __init__(self, keeper: Keeper, tokens: BadPages, states: BadPages) -> None:
-        self.keeper = keeper
+    def __init__(self, prefixes: PrefixCache, tokens: BadPages, states: BadPages) -> None:
+        self.prefixes = prefixes
+        self.groups = prefixes.groups
         self.tokens = tokens
         self.states = states
 
@@ -29,7 +30,7 @@ class Invalid:
         return min([*self._in_tables(lease), *self._in_path(lease), *self._in_states(lease)], default=None)
 
     def _in_tables(self, lease: Lease) -> Iterator[int]:
-        size = self.keeper.layout.block_tokens
+        size = self.prefixes.block_tokens
         for group, bad in self.tokens.items():
             table = lease.tables[group]
             block = None if table is None else first_index(table, bad)
@@ -58,21 +59,21 @@ class Invalid:
         for node in lease.leaf.path():
             block = self._first_bad_block(node)
             if block is not None:
-                yield block * self.keeper.layout.block_tokens
+                yield block * self.prefixes.block_tokens
             for checkpoint in node.checkpoints:
                 if checkpoint.position <= lease.computed and self._is_bad(checkpoint):
                     yield checkpoint.position
 
     def clear_pages(self) -> None:
         """Whoever has these pages next must not find what a failed load left there."""
-        for pools, by_group in ((self.keeper.token_pools, self.tokens), (self.keeper.state_pools, self.states)):
+        for pools, by_group in ((self.groups.token_pools, self.tokens), (self.groups.state_pools, self.states)):
             for group, bad in by_group.items():
                 for page in bad:
-                    self.keeper.arena.clear(pools[group], page)
+                    self.groups.arena.clear(pools[group], page)
 
     def cut_out(self, node: Node) -> None:
         """Take what is invalid, and all after it, out of the index."""
-        size = self.keeper.layout.block_tokens
+        size = self.prefixes.block_tokens
         bad = [checkpoint for checkpoint in node.checkpoints if self._is_bad(checkpoint)]
         position = min((checkpoint.position for checkpoint in bad), default=None)
         block = self._first_bad_block(node)
@@ -81,15 +82,15 @@ class Invalid:
         cut = min(node.end if block is None else block, node.end if position is None else position // size)
         if position is not None:
             for checkpoint in [c for c in node.checkpoints if c.position >= position and c.position // size <= cut]:
-                self.keeper.drop_checkpoint(checkpoint)
+                self.prefixes.drop_checkpoint(checkpoint)
         if cut >= node.end:
             for child in list(node.children.values()):
-                self.keeper.kill(child)
-            self.keeper.tidy(node)
+                self.prefixes.kill(child)
+            self.prefixes.tidy(node)
             return
         if cut > node.start:
-            self.keeper.index.split(node, cut - node.start)
-        self.keeper.kill(node)
+            self.prefixes.index.split(node, cut - node.start)
+        self.prefixes.kill(node)
 
     def _first_bad_block(self, node: Node) -> int | None:
         found = [

@@ -233,24 +233,6 @@ class Lease:
             self._computing = None
 
 
-class NoRoom(NamedTuple):
-    """Why pages could not be had. False in a condition, so that `if not (step := extend(...))` reads well."""
-
-    reason: str
-    pinned_slabs: int = 0
-    """Slabs that could have been emptied but for steps in flight and transfers."""
-    wait_for_moves: bool = False
-    """Moves are under way: run and acknowledge them, then ask again."""
-
-    never: bool = False
-    """Not even an empty arena would do: refuse the request, or extend it by less at a time."""
-    transfer_slabs: int = 0
-    """Those of `pinned_slabs` that transfers pin (`Cache.pin`): they may take seconds."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
 class Match(NamedTuple):
     """What the index has for some tokens, without touching it."""
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hybridkv.cache.arena import Arena
+from hybridkv.cache.compaction import Compactor
 from hybridkv.cache.index import Node, State
 from hybridkv.cache.lease import CacheError, Lease
 from hybridkv.cache.packing import pack
@@ -89,9 +90,12 @@ class Pin:
 class Pins:
     """The pins of one cache."""
 
-    def __init__(self, placement: Placement, clock: Callable[[], float]) -> None:
+    def __init__(self, placement: Placement, compactor: Compactor, clock: Callable[[], float]) -> None:
         self.placement = placement
-        self.keeper = placement.keeper
+        self.compactor = compactor
+        self.groups = placement.groups
+        self.running = placement.running
+        self.stats = placement.stats
         self.live: dict[int, Pin] = {}
         """By the id of their lease."""
         self._clock = clock
@@ -100,15 +104,14 @@ class Pins:
 
     def add(self, lease: Lease, ttl_seconds: float) -> Pin:
         """Pin what a lease holds, after moving it together."""
-        keeper = self.keeper
         self._pack(lease)
         expires_at = self._expiry(ttl_seconds)
-        pin = Pin(lease, expires_at, self._pages_of(lease), keeper.arena)
-        keeper.transfers[lease.id] = self.slabs_of(lease)
+        pin = Pin(lease, expires_at, self._pages_of(lease), self.groups.arena)
+        self.running.transfers[lease.id] = self.slabs_of(lease)
         self.live[lease.id] = pin
-        keeper.stats.pins += 1
+        self.stats.pins += 1
         try:
-            keeper.run_operations()
+            self.groups.run_operations()
         except BaseException:  # the memory layer failed, and the caller has no pin
             self.end(pin, PinState.UNPINNED)
             raise
@@ -122,7 +125,7 @@ class Pins:
         if pin.ended is None:
             pin.ended = state
             del self.live[pin.lease.id]
-            del self.keeper.transfers[pin.lease.id]
+            del self.running.transfers[pin.lease.id]
             self.placement.detach(pin.lease)
 
     def expire(self) -> None:
@@ -131,13 +134,13 @@ class Pins:
         if now < self._next_expiry:
             return
         for pin in [pin for pin in self.live.values() if pin.expires_at <= now]:
-            self.keeper.stats.pins_expired += 1
+            self.stats.pins_expired += 1
             self.end(pin, PinState.EXPIRED)
         self._next_expiry = min((pin.expires_at for pin in self.live.values()), default=math.inf)
 
     def break_off(self, lease: Lease) -> None:
         """Something that a pin's lease holds, or was derived from, is invalid."""
-        self.keeper.stats.pins_broken += 1
+        self.stats.pins_broken += 1
         self.end(self.live[lease.id], PinState.BROKEN)
 
     def _expiry(self, ttl_seconds: float) -> float:
@@ -150,7 +153,7 @@ class Pins:
     def _pages_of(self, lease: Lease) -> PinnedPages:
         tail = lease.tail.tail_pages if lease.tail is not None else []
         tables = {}
-        for index, (group, table) in enumerate(zip(self.keeper.layout.token_groups, lease.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups.layout.token_groups, lease.tables, strict=True)):
             if table is not None:
                 tables[group.name] = table + make_pages(tail[index : index + 1])
         states = {}
@@ -163,35 +166,35 @@ class Pins:
 
     def _places(self, lease: Lease) -> Iterator[tuple[Pool, int]]:
         """Every page of a pin, with its pool."""
-        pages, keeper = self._pages_of(lease), self.keeper
-        for group, pool in zip(keeper.layout.token_groups, keeper.token_pools, strict=True):
+        pages = self._pages_of(lease)
+        for group, pool in zip(self.groups.layout.token_groups, self.groups.token_pools, strict=True):
             for page in pages.tables.get(group.name, ()):
                 if page != NULL_PAGE:
                     yield pool, page
-        for group, pool in zip(self.placement.state_groups, keeper.state_pools, strict=True):
+        for group, pool in zip(self.placement.state_groups, self.groups.state_pools, strict=True):
             for page in pages.states[group.name]:
                 if page != NULL_PAGE:
                     yield pool, page
 
     def _pack(self, lease: Lease) -> None:
         """Move its pages together, but for those that steps in flight and other pins have in place."""
-        keeper, by_pool = self.keeper, dict[Pool, list[int]]()
+        arena, by_pool = self.groups.arena, dict[Pool, list[int]]()
         for pool, page in self._places(lease):
             by_pool.setdefault(pool, []).append(page)
-        fixed = keeper.transfer_slabs() | self._slabs_in_flight(lease)
+        fixed = self.running.transfer_slabs() | self._slabs_in_flight(lease)
         for pool, pages in by_pool.items():
-            pack(keeper.arena, pool, pages, fixed, keeper.pages_moved)
-        keeper.stats.pages_moved = keeper.arena.num_moves
+            pack(arena, pool, pages, fixed, self.compactor.pages_moved)
+        self.stats.pages_moved = arena.num_moves
 
     def _slabs_in_flight(self, lease: Lease) -> set[Slab]:
         """Slabs in which steps in flight use pages of this lease: the blocks they share, and states."""
-        keeper, nodes, states = self.keeper, set[Node](), set[State | None]()
-        for other in keeper.in_flight.values():
+        nodes, states = set[Node](), set[State | None]()
+        for other in self.running.in_flight.values():
             nodes.update(other.leaf.path())
             states.update(_states_of(other))
         shared = max((node.end for node in lease.leaf.path() if node in nodes), default=0)
-        slabs = keeper.state_slabs([state if state in states else None for state in lease.states])
-        for pool, table in zip(keeper.token_pools, lease.tables, strict=True):
+        slabs = self.groups.state_slabs([state if state in states else None for state in lease.states])
+        for pool, table in zip(self.groups.token_pools, lease.tables, strict=True):
             if table is not None:
                 slabs.update(pool.slab_of(page) for page in table[:shared] if page != NULL_PAGE)
         return slabs

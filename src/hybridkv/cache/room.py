@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
-from hybridkv.cache.lease import Lease, NoRoom, StepTables
+from hybridkv.cache.lease import Lease, StepTables
+from hybridkv.cache.reclaim import NoRoom
 
 
 def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoRoom:
