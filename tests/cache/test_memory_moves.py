@@ -101,11 +101,11 @@ def test_a_running_request_moves_between_steps_but_not_in_one() -> None:
     assert isinstance(refused, NoRoom)
     assert refused.pinned_slabs > 0
     assert "pinned by steps in flight" in refused.reason
-    before = list(b.tables[0] or ())
+    before = list(b.pages.tables[0] or ())
     sim.cache.commit(b)
     sim.cache.commit(c)
     assert sim.extend(d, 4) is not None
-    assert list(b.tables[0] or ()) != before
+    assert list(b.pages.tables[0] or ()) != before
     sim.cache.commit(d)
     for lease in (b, c):
         assert sim.compute(lease, 1)
@@ -265,7 +265,7 @@ def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> No
     assert sim.compute(b, 1)
     assert sim.compute(c, 1)  # both are inside a block now: their next step needs no room
     late = sim.cache.begin(tokens(2, 50))
-    before = list(b.tables[0] or ())
+    before = list(b.pages.tables[0] or ())
     pages, working = sim.cache._groups, sim.memory.run
 
     def broken(operations: object) -> None:
@@ -276,7 +276,7 @@ def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> No
         sim.cache.extend(late, 4, drafts=[7, 7])
     assert not late.in_flight
     assert late.num_tokens == 2
-    assert list(b.tables[0] or ()) != before  # in the books it has moved, in memory not yet
+    assert list(b.pages.tables[0] or ()) != before  # in the books it has moved, in memory not yet
     pages._run_operations = working
     for lease, count in ((b, 1), (c, 1), (late, 2)):
         assert sim.compute(lease, count)

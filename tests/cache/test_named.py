@@ -132,7 +132,7 @@ def test_window_24_needs_two_blocks_of_16() -> None:
     cache.serve(tokens(200))
     lease = cache.cache.begin(tokens(200))
     assert lease.cached_tokens == 192
-    table = lease.tables[1]
+    table = lease.pages.tables[1]
     assert table is not None
     assert [page != 0 for page in table] == [False] * 10 + [True] * 2
     cache.cache.abort(lease)
@@ -412,7 +412,7 @@ def test_requests_that_share_an_invalid_page_all_go_back() -> None:
     first = cache.prompt(shared + tokens(60, 1), breakpoints=[64, 160])
     second = cache.prompt(shared + tokens(60, 2))
     stranger = cache.prompt(tokens(100, 3))
-    table = second.tables[0]
+    table = second.pages.tables[0]
     assert table is not None
     assert second.cached_tokens == 160
     moved = cache.cache.invalidate({"full": [table[6], table[8]]})  # tokens 96 to 112, and later ones
@@ -434,7 +434,7 @@ def test_a_step_in_flight_with_an_invalid_page_is_thrown_away() -> None:
     cache.serve(tokens(200), breakpoints=[64])
     lease = cache.cache.begin(tokens(200))
     assert cache.extend(lease, 5) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     assert cache.cache.invalidate({"full": [table[5]]}) == {}
     assert cache.cache.match(tokens(200)).matched_tokens == 80
@@ -448,7 +448,7 @@ def test_an_invalid_state_takes_what_was_computed_from_it() -> None:
     cache.serve(tokens(200), breakpoints=[64, 128])
     lease = cache.cache.begin(tokens(150))
     assert lease.cached_tokens == 128
-    state = lease.states[0]
+    state = lease.pages.states[0]
     assert state is not None
     assert cache.cache.invalidate({"state": state.pages}) == {lease.id: 64}
     assert cache.cache.match(tokens(200)).num_tokens == 64
@@ -570,7 +570,7 @@ def test_a_checkpoint_that_was_held_can_be_evicted_afterwards() -> None:
     text = tokens(20) + tokens(6, 1)
     lease = cache.cache.begin([*text, 1])
     assert lease.cached_tokens == 25
-    held = lease.tail
+    held = lease.pages.tail
     assert held is not None
     while cache.cache._reclaimer.evict_least({}):  # all that may go, goes
         pass
@@ -604,7 +604,7 @@ def test_an_invalid_state_that_a_step_writes_over_and_keeps_is_noticed() -> None
     cache = sim(FULL, STATE)
     lease = cache.cache.begin(tokens(64))
     assert cache.compute(lease, 20)
-    state = lease.states[0]
+    state = lease.pages.states[0]
     assert state is not None
     assert cache.extend(lease, 44) is not None  # [20, 48) in place, kept there; [48, 64) in a new page
     cache.cache.invalidate({"state": state.pages})
@@ -620,7 +620,7 @@ def test_what_a_bad_or_failed_step_sampled_is_forgotten() -> None:
     assert cache.extend(lease, 4, drafts=[1, 2, 3, 4]) is not None
     assert cache.cache.commit(lease, sampled=[5], failed=True) == 50
     assert lease.num_tokens == 50
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     lease.append([9])
     assert cache.extend(lease, 1, may_cut=True) is not None
@@ -635,7 +635,7 @@ def test_a_fork_of_a_bad_block_is_bad() -> None:
     for name in ("full", "window40"):
         twins = cache.cache.fork(lease, 1)
         assert isinstance(twins, list)
-        table = lease.tables[cache.cache._token_group[name]]
+        table = lease.pages.tables[cache.cache._token_group[name]]
         assert table is not None
         moved = cache.cache.invalidate({name: [table[3]]})
         assert moved[lease.id] == moved[twins[0].id] == 48
@@ -648,7 +648,7 @@ def test_a_bad_page_that_holds_nothing_yet_costs_nothing() -> None:
     lease = cache.prompt(tokens(48))
     lease.append([1])
     assert cache.extend(lease, 1, may_cut=True) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[3]]})
     assert cache.cache.commit(lease) == 48
@@ -664,7 +664,7 @@ def test_a_bad_page_that_holds_nothing_yet_costs_nothing() -> None:
 def test_checkpoints_are_kept_again_after_a_rollback() -> None:
     cache = sim(FULL, STATE)
     lease = cache.prompt(tokens(100))
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[0]]})
     assert (lease.computed, lease.cached_tokens) == (0, 0)
@@ -726,7 +726,7 @@ def test_two_invalidations_in_flight_go_back_to_the_earlier() -> None:
     cache.serve(tokens(200), breakpoints=[32, 96])
     lease = cache.cache.begin(tokens(200))
     assert cache.extend(lease, 5) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[4]]})
     cache.cache.invalidate({"full": [table[8]]})
@@ -761,7 +761,7 @@ def test_invalid_pages_are_cleared_before_anyone_has_them_again() -> None:
     cache = sim(FULL, STATE, at_once=False)
     lease = cache.prompt(tokens(50))
     cache.acknowledge_all()
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     bad = table[1]
     cache.cache.invalidate({"full": [bad], "state": [10**6]})

@@ -175,8 +175,8 @@ def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
     longer = chat + tokens(20, 99)
     lease = cache.cache.begin(longer)
     assert cache.compute(lease)
-    assert lease.turn == 1
-    assert lease.continued_from == 40
+    assert lease.lineage.turn == 1
+    assert lease.lineage.continued_from == 40
     assert [age for _, age in policy.reused] == [8]
 
 
@@ -197,7 +197,7 @@ def test_a_conversation_is_counted_turn_by_turn() -> None:
     chat = tokens(41)
     for turn in range(3):
         lease = cache.cache.begin(chat)
-        assert lease.turn == turn
+        assert lease.lineage.turn == turn
         assert cache.compute(lease)
         cache.cache.release(lease)  # the prompt's end at 40 and so on is superseded by the very end
         chat = chat + tokens(20, 100 + turn)
@@ -223,7 +223,7 @@ def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
     lease = cache.cache.begin(tokens(40) + tokens(20, 1))
     assert lease.computed == 0
     assert lease.matched_tokens == 40
-    assert lease.turn == 1
+    assert lease.lineage.turn == 1
     assert len(policy.reused) == 1
 
 

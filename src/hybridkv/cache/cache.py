@@ -20,8 +20,8 @@ from hybridkv.cache.group_pages import GroupPages
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.leaders import find_leader, find_rebuilder
-from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, StepTables
+from hybridkv.cache.leaders import Leaders, Match
+from hybridkv.cache.lease import CacheError, InFlight, Lease
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
@@ -34,6 +34,7 @@ from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_
 from hybridkv.cache.running import Running
 from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
+from hybridkv.cache.step_tables import StepTables
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 
@@ -67,7 +68,8 @@ class Cache:
         self._prefixes = PrefixCache(self._groups, eviction, self.stats, self._events)
         compactor = Compactor(self._groups, self._running, self.stats)
         self._reclaimer = Reclaimer(self._prefixes, compactor)
-        self._placement = Placement(self._prefixes, self._running)
+        self._leaders = Leaders(layout.block_tokens)
+        self._placement = Placement(self._prefixes, self._running, self._leaders)
         self._sending = Sending(self._placement, self._reclaimer)
         self._steps = Steps(self._placement)
         self._pins = Pins(self._placement, compactor, clock)
@@ -83,11 +85,11 @@ class Cache:
         packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
         limit = len(packed) // TOKEN_BYTES - 1
         path, resume = self._placement.find(key, packed, limit, self._tap_groups(taps))
-        size, num_blocks = self.block_tokens, limit // self.block_tokens
-        leader, leader_tokens = find_leader(path, packed, num_blocks, size)
+        num_blocks = limit // self.block_tokens
+        leader, leader_tokens = self._leaders.find_leader(path, packed, num_blocks)
         if leader is None and resume.matched_tokens > resume.position:
             leases = self._running.leases.values()
-            leader, leader_tokens = find_rebuilder(leases, key, packed, num_blocks, resume.position, size)
+            leader, leader_tokens = self._leaders.find_rebuilder(leases, key, packed, num_blocks, resume.position)
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
 
     def follow(self, match: Match) -> bool:
@@ -183,7 +185,7 @@ class Cache:
         if lease.aborted:
             self._steps.drop_step(lease, step)
             self._placement.detach(lease)
-        elif failed or lease.poisoned is not None:
+        elif failed or step.poisoned is not None:
             lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
         else:
@@ -217,7 +219,7 @@ class Cache:
             self._placement.detach(lease)
         else:
             lease.aborted = True
-            lease.withdraw()
+            self._leaders.withdraw(lease)
 
     def fork(self, lease: Lease, count: int) -> list[Lease] | NoRoom:
         """`count` more leases at the same place: a block begun is copied, everything else is shared."""
@@ -269,8 +271,9 @@ class Cache:
         for lease, position in first_bad.items():
             if position is None:
                 continue
-            if lease.in_flight:
-                lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
+            step = lease.step
+            if step is not None:
+                step.poisoned = position if step.poisoned is None else min(position, step.poisoned)
             elif position >= lease.computed:
                 self._placement.trim(lease)
             elif lease.is_pin:
@@ -410,8 +413,8 @@ class Cache:
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens
             if 0 < aligned <= lease.prompt_tokens:
-                lease.wanted.setdefault(aligned, kind)
-        lease.plan_keeps()
+                lease.plan.want(aligned, kind)
+        lease.plan.restart(lease.computed)
 
     def _count_request(self, lease: Lease, resume: Resume) -> None:
         missed = lease.prompt_tokens - resume.position

@@ -46,11 +46,12 @@ class Compactor:
                     ]
                 _relocate_states(checkpoint.states, states, moved)
         for lease in self.running.leases.values():
-            if slab in lease.slabs or any(slab in node.slabs for node in lease.leaf.path()):
-                _relocate(lease.tables, tokens, moved)
-                _relocate_states(lease.states, states, moved)
-                lease.copied = [(group, moved.get(p, p) if group in tokens else p) for group, p in lease.copied]
-                lease.slabs |= targets
+            pages = lease.pages
+            if slab in pages.slabs or any(slab in node.slabs for node in lease.leaf.path()):
+                _relocate(pages.tables, tokens, moved)
+                _relocate_states(pages.states, states, moved)
+                pages.copied = [(group, moved.get(p, p) if group in tokens else p) for group, p in pages.copied]
+                pages.slabs |= targets
 
 
 def _relocate(tables: Sequence[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:

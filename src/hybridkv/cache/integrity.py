@@ -108,20 +108,20 @@ class _Recount:
         end, computed = lease.leaf.end, lease.computed
         assert 0 <= computed <= lease.num_tokens
         assert end == computed // self.size or lease.leaf.dead
-        lengths = {len(table) for table in lease.tables if table is not None}
+        lengths = {len(table) for table in lease.pages.tables if table is not None}
         assert len(lengths) <= 1
-        assert not lengths or lease.tail is not None or lengths.pop() >= -(-computed // self.size)
-        assert lease.step is not None or all((state is None) == (computed == 0) for state in lease.states)
-        for group, table in enumerate(lease.tables):
+        assert not lengths or lease.pages.tail is not None or lengths.pop() >= -(-computed // self.size)
+        assert lease.step is not None or all((state is None) == (computed == 0) for state in lease.pages.states)
+        for group, table in enumerate(lease.pages.tables):
             if table is None:
                 continue
             pool = self.groups.token_pools[group]
             path = make_pages(page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ())
             own = make_pages(page for page in table[end:] if page != NULL_PAGE)
             assert len(own) == len(table) - end or (group in self.groups.local and _is_loading(lease))
-            assert all(pool.slab_of(page) in lease.slabs for page in own)
+            assert all(pool.slab_of(page) in lease.pages.slabs for page in own)
             if group in self.groups.local:
-                first = lease.local_first[group]
+                first = lease.pages.local_first[group]
                 assert set(table[:first]) <= {NULL_PAGE}
                 self._hold_path(lease.leaf, group, first, end)
                 self.local[pool.name].update(own)
@@ -135,7 +135,7 @@ class _Recount:
             else:
                 assert table[:end] == path
                 self.owned[pool.name].update(own)
-        self._hold_states(lease.states)
+        self._hold_states(lease.pages.states)
         if lease.step is not None:
             self._hold_states(lease.step.old_states)
             for kept in lease.step.kept:
@@ -163,7 +163,7 @@ class _Recount:
         )
         for node in self.nodes:
             assert node.refs == leaves[node] + cut_off[node]
-        holds = Counter(lease.tail for lease in self.leases if lease.tail is not None)
+        holds = Counter(lease.pages.tail for lease in self.leases if lease.pages.tail is not None)
         for node in self.nodes:
             for checkpoint in node.checkpoints:
                 assert checkpoint.holds == holds[checkpoint]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.lease import Lease
-from hybridkv.cache.placement import first_index
+from hybridkv.cache.pages import Pages
 from hybridkv.cache.prefix_cache import PrefixCache
 
 BadPages = dict[int, set[int]]
@@ -32,26 +32,28 @@ class Invalid:
     def _in_tables(self, lease: Lease) -> Iterator[int]:
         size = self.prefixes.block_tokens
         for group, bad in self.tokens.items():
-            table = lease.tables[group]
-            block = None if table is None else first_index(table, bad)
+            table = lease.pages.tables[group]
+            block = None if table is None else _first_index(table, bad)
             if block is not None:
                 yield block * size
-        if any(page in self.tokens.get(group, ()) for group, page in lease.copied):
+        if any(page in self.tokens.get(group, ()) for group, page in lease.pages.copied):
             yield lease.leaf.end * size
 
     def _in_states(self, lease: Lease) -> Iterator[int]:
         """A bad state at a position means that it must be computed from before that position."""
         before = max(0, lease.computed - 1)
-        if lease.tail is not None and self._is_bad(lease.tail):
+        if lease.pages.tail is not None and self._is_bad(lease.pages.tail):
             yield before
         if lease.step is None:
-            if self._has_bad_state(lease.states):
+            if self._has_bad_state(lease.pages.states):
                 yield before
             return
         written_over = lease.step.in_place and any(self._has_bad_state(kept.states) for kept in lease.step.kept)
         if written_over or self._has_bad_state(lease.step.old_states):
             yield before
-        elif self._has_bad_state(lease.states) or any(self._has_bad_state(kept.states) for kept in lease.step.kept):
+        elif self._has_bad_state(lease.pages.states) or any(
+            self._has_bad_state(kept.states) for kept in lease.step.kept
+        ):
             yield before if lease.step.in_place else lease.step.start
 
     def _in_path(self, lease: Lease) -> Iterator[int]:
@@ -98,7 +100,7 @@ class Invalid:
             for group, bad in self.tokens.items()
             if node.parent is not None
             and (pages := node.pages[group]) is not None
-            and (index := first_index(pages, bad)) is not None
+            and (index := _first_index(pages, bad)) is not None
         ]
         return min(found, default=None)
 
@@ -112,3 +114,8 @@ class Invalid:
             for group, bad in self.states.items()
             for state in (states[group],)
         )
+
+
+def _first_index(pages: Pages, wanted: set[int]) -> int | None:
+    """Where the first of the wanted pages is."""
+    return next((i for i, page in enumerate(pages) if page in wanted), None)

@@ -79,11 +79,11 @@ class Pin:
         assert self.ended is None
         assert self.lease.computed == self.num_tokens
         assert self._pages.tables.keys() == self.lease.named_tables.keys()
-        tail = self.lease.tail is not None and bool(self.lease.tail.tail_tokens)
+        tail = self.lease.pages.tail is not None and bool(self.lease.pages.tail.tail_tokens)
         for name, table in self.lease.named_tables.items():
             assert self._pages.tables[name][: len(table)] == table
             assert len(self._pages.tables[name]) == len(table) + tail
-        for pages, state in zip(self._pages.states.values(), self.lease.states, strict=True):
+        for pages, state in zip(self._pages.states.values(), self.lease.pages.states, strict=True):
             assert state is None or state.pages == pages
 
 
@@ -151,13 +151,13 @@ class Pins:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _pages_of(self, lease: Lease) -> PinnedPages:
-        tail = lease.tail.tail_pages if lease.tail is not None else []
+        tail = lease.pages.tail.tail_pages if lease.pages.tail is not None else []
         tables = {}
-        for index, (group, table) in enumerate(zip(self.groups.layout.token_groups, lease.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups.layout.token_groups, lease.pages.tables, strict=True)):
             if table is not None:
                 tables[group.name] = table + make_pages(tail[index : index + 1])
         states = {}
-        for group, state in zip(self.placement.state_groups, lease.states, strict=True):
+        for group, state in zip(self.placement.state_groups, lease.pages.states, strict=True):
             states[group.name] = (NULL_PAGE,) * group.pages_per_state if state is None else state.pages
         return PinnedPages(tables, states)
 
@@ -193,8 +193,8 @@ class Pins:
             nodes.update(other.leaf.path())
             states.update(_states_of(other))
         shared = max((node.end for node in lease.leaf.path() if node in nodes), default=0)
-        slabs = self.groups.state_slabs([state if state in states else None for state in lease.states])
-        for pool, table in zip(self.groups.token_pools, lease.tables, strict=True):
+        slabs = self.groups.state_slabs([state if state in states else None for state in lease.pages.states])
+        for pool, table in zip(self.groups.token_pools, lease.pages.tables, strict=True):
             if table is not None:
                 slabs.update(pool.slab_of(page) for page in table[:shared] if page != NULL_PAGE)
         return slabs
@@ -203,7 +203,7 @@ class Pins:
 def _states_of(lease: Lease) -> Iterator[State | None]:
     """Those of a step in flight: before it, inside it and after it."""
     assert lease.step is not None
-    yield from lease.states
+    yield from lease.pages.states
     yield from lease.step.old_states
     for kept in lease.step.kept:
         yield from kept.states

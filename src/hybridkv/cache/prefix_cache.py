@@ -10,9 +10,8 @@ from collections.abc import Iterable
 
 from hybridkv.cache.eviction import EvictionQueue
 from hybridkv.cache.group_pages import GroupPages
-from hybridkv.cache.history import History
+from hybridkv.cache.history import History, Lineage
 from hybridkv.cache.index import Checkpoint, Index, Node
-from hybridkv.cache.lease import Lease
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.policy import EvictionPolicy
 from hybridkv.cache.stats import CacheStats, Events
@@ -34,12 +33,12 @@ class PrefixCache:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def add_checkpoint(self, lease: Lease, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
-        """Attach a checkpoint to the path of a lease; of two alike one is kept.
+    def add_checkpoint(self, leaf: Node, lineage: Lineage, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
+        """Attach a checkpoint of a request to the path to its leaf; of two alike one is kept.
 
         It takes over a hold of each state and, with `has_local`, of each page its local groups see.
         """
-        leaf, block = lease.leaf, checkpoint.position // self.block_tokens
+        block = checkpoint.position // self.block_tokens
         if block:
             node = leaf.at_block(block - 1)
         else:
@@ -59,7 +58,7 @@ class PrefixCache:
         node.add_checkpoint(checkpoint)
         node.hold_slabs(self.groups.state_slabs(checkpoint.states))
         checkpoint.last_used = self.history.clock
-        checkpoint.turn, checkpoint.new_tokens = lease.turn, checkpoint.position - lease.continued_from
+        checkpoint.turn, checkpoint.new_tokens = lineage.turn, checkpoint.position - lineage.continued_from
         self.stats.checkpoints_kept += 1
         if not self.needs_checkpoints:  # it spares less than a block: the run it is on tells more
             self.queue.offer(checkpoint)

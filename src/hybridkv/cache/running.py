@@ -19,7 +19,7 @@ class Pinned:
         if self._slabs is None:
             self._slabs = self._running.transfer_slabs()
             for lease in self._running.in_flight.values():
-                self._slabs.update(lease.slabs, *(node.slabs for node in lease.leaf.path()))
+                self._slabs.update(lease.pages.slabs, *(node.slabs for node in lease.leaf.path()))
         if slab in self._slabs:
             self.refused.add(slab)
         return slab in self._slabs

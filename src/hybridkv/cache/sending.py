@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.index import State, null_pages
-from hybridkv.cache.lease import InFlight, Kept, Lease, Loaded, Segment, StepTables
+from hybridkv.cache.lease import InFlight, Kept, Lease
+from hybridkv.cache.lease_pages import LeasePages
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import Kind
 from hybridkv.cache.reclaim import NoRoom, Reclaimer
+from hybridkv.cache.step_tables import Loaded, Segment, StepTables
 
 _EVICTIONS_FOR_CHECKPOINTS = 8
 """What may go for the sake of new checkpoints inside a step; they must not empty the cache."""
@@ -30,9 +32,10 @@ class Sending:
 
     def send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
         """A step that computes the tokens from `start` up to `end`. `num_known`: without its drafts."""
-        kept = [p for p in lease.keeps if p <= end] if lease.keeps else lease.keeps
-        num_blocks = -(-end // self.block_tokens) - self._num_table_blocks(lease) if lease.named_tables else 0
-        if num_blocks > 0 or kept or (lease.states and True in self._fresh_states(lease, may_cut)):
+        pages, ahead = lease.pages, lease.plan.ahead
+        kept = [p for p in ahead if p <= end] if ahead else ahead
+        num_blocks = -(-end // self.block_tokens) - pages.num_blocks if pages.named_tables else 0
+        if num_blocks > 0 or kept or (pages.states and True in self._fresh_states(lease, may_cut)):
             room = self._room_for(lease, max(0, num_blocks), may_cut, kept, end)
             if isinstance(room, NoRoom):
                 return room
@@ -45,16 +48,16 @@ class Sending:
             segments = self._decode_segments(lease, start, end, num_known)
         self.running.in_flight[lease.id] = lease
         self.groups.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
-        tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
+        tables = {name: table[:] for name, table in pages.named_tables.items()}  # theirs to keep; ours go on changing
         return StepTables(start, end, self.block_tokens, tables, segments)
 
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """A step whose tokens from `start` up to `first` are loaded; there, a state is kept for others to find."""
-        keeps = lease.keeps
-        kept = [p for p in keeps if first <= p <= end]
+        pages = lease.pages
+        kept = [p for p in lease.plan.ahead if first <= p <= end]
         if self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0:
             kept = sorted({first, *kept})
-        num_blocks = max(0, -(-end // self.block_tokens) - self._num_table_blocks(lease)) if lease.named_tables else 0
+        num_blocks = max(0, -(-end // self.block_tokens) - pages.num_blocks) if pages.named_tables else 0
         unseen = self._unseen_blocks(lease, num_blocks, first)
         room = self._room_for(lease, num_blocks, True, kept, end, unseen)
         if isinstance(room, NoRoom):
@@ -62,36 +65,30 @@ class Sending:
         if self._state_names and first < end and first not in room:
             return NoRoom("no page for the state that is loaded")
         if first in kept:
-            lease.wanted.setdefault(first, Kind.BRANCH)
+            lease.plan.want(first, Kind.BRANCH)
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
         self.placement.settle_tail(lease)
         chains = self._add_segments(lease, start, end, lease.num_tokens, room, True)
         assert lease.step is not None
         lease.step.loaded_to = first
-        lease.keeps = [p for p in keeps if p > first]
+        lease.plan.advance(first)
         self.running.in_flight[lease.id] = lease
         self.groups.run_operations()
         loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)})
         segments = {name: chain[1:] for name, chain in zip(self._state_names, chains, strict=True)}
-        tables = {name: table[:] for name, table in lease.named_tables.items()}
+        tables = {name: table[:] for name, table in pages.named_tables.items()}
         return StepTables(first, end, self.block_tokens, tables, segments, loaded)
 
     # --- room and pages -----------------------------------------------------------------------------------------------
 
-    def _num_table_blocks(self, lease: Lease) -> int:
-        """Blocks the lease has pages for, in every group it uses."""
-        for table in lease.named_tables.values():
-            return len(table)
-        return 0
-
     def _fresh_states(self, lease: Lease, may_cut: bool) -> list[bool]:
         """By state group: whether the step must write to a new page, since others count on the present one."""
-        return [state is None or state.refs > 1 or may_cut for state in lease.states]
+        return [state is None or state.refs > 1 or may_cut for state in lease.pages.states]
 
     def _unseen_blocks(self, lease: Lease, num_blocks: int, position: int) -> list[int]:
         """By token group: how many of the next blocks nobody sees who goes on from `position`."""
-        first, unseen = self._num_table_blocks(lease), [0] * len(lease.tables)
+        first, unseen = lease.pages.num_blocks, [0] * len(lease.pages.tables)
         for group in self.groups.local:
             unseen[group] = min(num_blocks, max(0, self.groups.first_visible_block(group, position) - first))
         return unseen
@@ -120,20 +117,21 @@ class Sending:
         return kept[num_inside - num_fit :]  # the last ones: most is computed before them
 
     def _add_blocks(self, lease: Lease, num_blocks: int, unseen: Sequence[int] = ()) -> None:
-        for group, table in enumerate(lease.tables):
+        pages = lease.pages
+        for group, table in enumerate(pages.tables):
             if table is None:
                 continue
             skipped = unseen[group] if unseen else 0
-            pages = self.arena.take(self.groups.token_pools[group], num_blocks - skipped, lease.slabs)
-            table += null_pages(skipped) + pages if skipped else pages
-            if lease.tail is not None and not skipped:
-                self._copy_tail(lease, group, lease.tail.tail_pages[group], pages[0])
+            added = self.arena.take(self.groups.token_pools[group], num_blocks - skipped, pages.slabs)
+            table += null_pages(skipped) + added if skipped else added
+            if pages.tail is not None and not skipped:
+                self._copy_tail(pages, group, pages.tail.tail_pages[group], added[0])
 
-    def _copy_tail(self, lease: Lease, group: int, tail_page: int, page: int) -> None:
+    def _copy_tail(self, pages: LeasePages, group: int, tail_page: int, page: int) -> None:
         pool = self.groups.token_pools[group]
         self.arena.copy(pool, tail_page, page)
-        lease.copied.append((group, tail_page))
-        lease.slabs.add(pool.slab_of(tail_page))
+        pages.copied.append((group, tail_page))
+        pages.slabs.add(pool.slab_of(tail_page))
 
     def _add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
@@ -159,9 +157,9 @@ class Sending:
             in_place=False in fresh,
             kept=[Kept(p, [chain[i] for chain in chains]) for i, p in enumerate(bounds, 1) if p in kept],
         )
-        lease.states = [chain[-1] for chain in chains]
+        lease.pages.states = [chain[-1] for chain in chains]
         if end in kept:
-            for state in lease.states:
+            for state in lease.pages.states:
                 assert state is not None
                 state.refs += 1
         return segments
@@ -178,18 +176,18 @@ class Sending:
         """The common case of `_add_segments`: every state in place, nothing kept."""
         lease.step = InFlight(start, end, num_known, [None] * len(self.state_groups), bool(self.state_groups), [])
         segments = {}
-        for group, state in zip(self.state_groups, lease.states, strict=True):
+        for group, state in zip(self.state_groups, lease.pages.states, strict=True):
             assert state is not None
             segments[group.name] = [Segment(start, end, state.pages, state.pages)]
         return segments
 
     def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
         """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
-        state = lease.states[group]
+        state = lease.pages.states[group]
         size = self.state_groups[group].pages_per_state
         chain: list[State | None] = [state] if fresh else [state, state]
         count = size * (length + 1 - len(chain))
-        pages = tuple(self.arena.take(self.groups.state_pools[group], count, lease.slabs)) if count else ()
+        pages = tuple(self.arena.take(self.groups.state_pools[group], count, lease.pages.slabs)) if count else ()
         for first in range(0, count, size):
             chain.append(State(pages[first : first + size]))
         return chain

@@ -17,6 +17,7 @@ class Steps:
         self.placement = placement
         self.groups = placement.groups
         self.prefixes = placement.prefixes
+        self.leaders = placement.leaders
         self.stats = placement.stats
         self.block_tokens = placement.block_tokens
         self.block_bytes = placement.block_bytes
@@ -41,21 +42,22 @@ class Steps:
                 return
             target = stand
         lease.computed = target
-        if lease.lessons or lease.resumed_from is not None:
-            self.prefixes.history.confirm(lease)
+        lineage, pages = lease.lineage, lease.pages
+        if lineage.lessons or lineage.resumed_from is not None:
+            self.prefixes.history.confirm(lineage)
         kept_positions = [kept.position for kept in step.kept if kept.position <= target] if step.kept else []
-        if target >= lease.slide_at:  # before publishing: most of a long step's blocks are out of sight already
+        if target >= pages.slide_at:  # before publishing: most of a long step's blocks are out of sight already
             self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
         for kept in reversed(step.kept):  # the deepest first: it supersedes the others
             if kept.position <= target:
-                self.prefixes.add_checkpoint(lease, Checkpoint(kept.position, kept.states, lease.wanted[kept.position]))
+                checkpoint = Checkpoint(kept.position, kept.states, lease.plan.wanted[kept.position])
+                self.prefixes.add_checkpoint(lease.leaf, lineage, checkpoint)
             else:
                 self.groups.drop_states(kept.states)
-        if lease.keeps and lease.keeps[0] <= target:
-            lease.keeps = [position for position in lease.keeps if position > target]
-        if kept_positions and target >= lease.slide_at:
+        lease.plan.advance(target)
+        if kept_positions and target >= pages.slide_at:
             self._slide(lease, target)
         if loaded and target < step.loaded_to:  # what was loaded after it is wrong
             self._clear_own_blocks(lease)
@@ -65,17 +67,17 @@ class Steps:
         """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
         if not self.state_groups:
             return target
-        self.groups.drop_states(lease.states)
+        self.groups.drop_states(lease.pages.states)
         kept = [k for k in step.kept if k.position <= target]
         if not kept and not step.in_place:
-            lease.states = step.old_states
+            lease.pages.states = step.old_states
             return step.start
         self.groups.drop_states(step.old_states)
         if not kept:
-            lease.states = [None] * len(self.state_groups)
+            lease.pages.states = [None] * len(self.state_groups)
             return None
-        lease.states = list(kept[-1].states)
-        for state in lease.states:
+        lease.pages.states = list(kept[-1].states)
+        for state in lease.pages.states:
             assert state is not None
             state.refs += 1
         return kept[-1].position
@@ -94,12 +96,12 @@ class Steps:
     def fail(self, lease: Lease, step: InFlight) -> None:
         """Nothing of the step can be used. States that were written in place are lost with it."""
         self.drop_kept(step.kept)
-        self.groups.drop_states(lease.states)
-        lease.states = step.old_states
+        self.groups.drop_states(lease.pages.states)
+        lease.pages.states = step.old_states
         if step.in_place:
-            self.groups.drop_states(lease.states)
-            lease.states = [None] * len(self.state_groups)
-        bad = lease.poisoned
+            self.groups.drop_states(lease.pages.states)
+            lease.pages.states = [None] * len(self.state_groups)
+        bad = step.poisoned
         loaded = step.loaded_to > step.start
         if loaded:
             self._clear_own_blocks(lease)
@@ -107,7 +109,6 @@ class Steps:
             self.placement.reattach(lease, step.start if bad is None else min(bad, step.start))
         elif bad is not None:
             self.placement.trim(lease)
-        lease.poisoned = None
 
     def _clear_own_blocks(self, lease: Lease) -> None:
         """Whoever has the pages of a failed load next must not find what it left there.
@@ -115,7 +116,7 @@ class Steps:
         The block begun, if there is one, was loaded over too: the lease lets it go, and goes back.
         """
         first = lease.computed // self.block_tokens
-        for pool, table in zip(self.groups.token_pools, lease.tables, strict=True):
+        for pool, table in zip(self.groups.token_pools, lease.pages.tables, strict=True):
             for page in () if table is None else table[first:]:
                 if page != NULL_PAGE:
                     self.groups.arena.clear(pool, page)
@@ -125,8 +126,8 @@ class Steps:
     def publish(self, lease: Lease) -> None:
         """Move whole computed blocks into the index; where another request was faster, share its pages."""
         prefixes, index, end = self.prefixes, self.prefixes.index, lease.computed // self.block_tokens
-        leaf = lease.leaf
-        lease.withdraw()
+        leaf, pages, lineage = lease.leaf, lease.pages, lease.lineage
+        self.leaders.withdraw(lease)
         while leaf.end < end and leaf.children:
             start = leaf.end * self.block_bytes
             child = leaf.children.get(bytes(lease.tokens[start : start + self.block_bytes]))
@@ -140,18 +141,18 @@ class Steps:
             leaf = self._move_to(lease, child)
         if leaf.end < end:
             first = leaf.end
-            pages = [None if table is None else table[first:end] for table in lease.tables]
-            node = index.append(leaf, lease.tokens, end, pages, may_grow=leaf.refs == 1)
-            node.hold_slabs(lease.slabs)
+            tables = [None if table is None else table[first:end] for table in pages.tables]
+            node = index.append(leaf, lease.tokens, end, tables, may_grow=leaf.refs == 1)
+            node.hold_slabs(pages.slabs)
             self.stats.blocks_published += end - first
-            prefixes.history.recall(lease, node.keys[first - end :])
+            prefixes.history.recall(lineage, node.keys[first - end :])
             if prefixes.events.enabled and not node.dead:
                 prefixes.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
-            node.turn, node.new_tokens = lease.turn, end * self.block_tokens - lease.continued_from
-        lease.copied = []
+            node.turn, node.new_tokens = lineage.turn, end * self.block_tokens - lineage.continued_from
+        pages.copied = []
         self._own_slabs_only(lease)
-        lease.announce(self.block_bytes)
+        self.leaders.announce(lease)
 
     def _move_to(self, lease: Lease, node: Node) -> Node:
         old = lease.leaf
@@ -165,7 +166,7 @@ class Steps:
         """Use the pages `node` has for blocks the lease computed too, and lend it those it lacks."""
         groups, first, last = self.groups, node.start, node.end
         self.stats.blocks_shared += last - first
-        for group, table in enumerate(lease.tables):
+        for group, table in enumerate(lease.pages.tables):
             if table is None:
                 continue
             pool, mine = groups.token_pools[group], table[first:last]
@@ -178,30 +179,30 @@ class Steps:
             groups.arena.give_back(pool, spare)
             if len(spare) < len(mine):
                 theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
-                node.hold_slabs(lease.slabs)
+                node.hold_slabs(lease.pages.slabs)
                 if group in groups.local:
                     theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
             table[first:last] = theirs
 
     def _slide(self, lease: Lease, position: int) -> None:
         """Let go of the blocks that no token from `position` on sees."""
-        groups, published = self.groups, lease.leaf.end
+        groups, pages, published = self.groups, lease.pages, lease.leaf.end
         for group in groups.local:
-            first, old = groups.first_visible_block(group, position), lease.local_first[group]
+            first, old = groups.first_visible_block(group, position), pages.local_first[group]
             if first > old:
-                table = lease.tables[group]
+                table = pages.tables[group]
                 assert table is not None
                 groups.drop_local(lease.leaf, group, old, min(first, published))
                 if first > published:
                     groups.free_pages(group, table[max(old, published) : first])
                 table[old:first] = null_pages(first - old)
-                lease.local_first[group] = first
-        lease.slide_at = groups.next_slide(position)
+                pages.local_first[group] = first
+        pages.slide_at = groups.next_slide(position)
 
     def _own_slabs_only(self, lease: Lease) -> None:
         """After publishing, only the block begun and the states are the lease's own."""
-        end = lease.leaf.end
-        lease.slabs = self.groups.state_slabs(lease.states)
-        for pool, table in zip(self.groups.token_pools, lease.tables, strict=True):
+        pages, end = lease.pages, lease.leaf.end
+        pages.slabs = self.groups.state_slabs(pages.states)
+        for pool, table in zip(self.groups.token_pools, pages.tables, strict=True):
             if table is not None:
-                lease.slabs.update(pool.slab_of(page) for page in table[end:])
+                pages.slabs.update(pool.slab_of(page) for page in table[end:])
