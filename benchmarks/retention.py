@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.cache import Cache, CacheLayout, Candidate, NoRoom, Rating
-from hybridkv.cache.ghosts import Ghosts
+from hybridkv.cache.eviction_log import EvictionLog
 from hybridkv.cache.policy import EvictionPolicy, LeastRecentlyUsed, Numbers, RecencyAndFlops
 from hybridkv.cache.reuse import PredictedReuse
 from hybridkv.models import compute_of, load_model
@@ -152,15 +152,15 @@ ABLATION: dict[str, type[PredictedReuse]] = {
     "reuse, no additions": WithoutAdditions,
     "reuse, no superseding": WithoutSuperseding,
     "reuse, no sizes": WithoutSizes,
-    "reuse, no ghosts": PredictedReuse,
+    "reuse, no eviction log": PredictedReuse,
     "reuse, no time": WithoutTime,
 }
 
 
-def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPolicy, ghosts: bool) -> float:
+def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPolicy, has_log: bool) -> float:
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
-    if not ghosts:
-        cache._keeper.history.ghosts = Ghosts(limit=0)
+    if not has_log:
+        cache._prefixes.history.log = EvictionLog(limit=0)
     for prompt in prompts:
         known = prompt.known_tokens
         lease = cache.begin(prompt.tokens, breakpoints=[known] if known < prompt.num_tokens else [])
@@ -198,7 +198,7 @@ def main() -> None:
             row = results[f"{source} {memory}"] = {}
             for name, make in policies.items():
                 start = time.perf_counter()
-                row[name] = hit_ratio(prompts(), layout, make(), ghosts=name != "reuse, no ghosts")
+                row[name] = hit_ratio(prompts(), layout, make(), has_log=name != "reuse, no eviction log")
                 seconds = time.perf_counter() - start
                 print(f"{source} {memory:8s} {name:32s} {row[name]:.4f}  {seconds:.1f} s", flush=True)
     print(json.dumps({"benchmark": "retention", "model": args.model, "tp": args.tp, "hit_ratios": results}))

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, PinnedPages, PinState, Role
 from hybridkv.cache.index import State
-from hybridkv.cache.keeper import Pinned
 from hybridkv.cache.lease import InFlight
 from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache.running import Pinned
 from hybridkv.cache.tokens import pack_tokens, root_key
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value
@@ -160,8 +160,8 @@ class Fuzz:
         places: dict[int, tuple[InFlight | None, object]] = {}
         for lease, _ in self.flying:
             assert lease.step is not None
-            states = [state.pages for state in (*lease.states, *lease.step.old_states) if state is not None]
-            here = ([list(table or ()) for table in lease.tables], states)
+            states = [state.pages for state in (*lease.pages.states, *lease.step.old_states) if state is not None]
+            here = ([list(table or ()) for table in lease.pages.tables], states)
             step, before = self.flying_places.get(lease.id, (None, None))
             assert step is not lease.step or here == before
             places[lease.id] = (lease.step, here)
@@ -343,8 +343,7 @@ class Fuzz:
             assert pin.expires_at == self.now + ttl
 
     def compact(self) -> None:
-        keeper = self.cache._keeper
-        keeper.compact({}, Pinned(keeper.in_flight, keeper.transfers))
+        self.cache._reclaimer.compactor.compact({}, Pinned(self.cache._running))
 
     def wait(self) -> None:
         self.now += 1
@@ -378,7 +377,7 @@ class Fuzz:
                 self.idle += twins
         # Other pages may be let go of by a commit: then nobody could be told any more.
         published = self.sim.groups[name].role in (Role.FULL, Role.TAP) and any(
-            table is not None and page in table[: lease.leaf.end] for table in lease.tables
+            table is not None and page in table[: lease.leaf.end] for table in lease.pages.tables
         )
         for user in [lease, *self.idle]:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
@@ -446,12 +445,12 @@ class Fuzz:
     def _places(self, lease: Lease) -> list[tuple[str, Callable[[], int]]]:
         """Where a lease holds computed content: the group, and how to find the page now."""
         places: list[tuple[str, Callable[[], int]]] = []
-        for group, table in zip(self.layout.token_groups, lease.tables, strict=True):
-            first = lease.local_first[self.layout.token_groups.index(group)]
+        for group, table in zip(self.layout.token_groups, lease.pages.tables, strict=True):
+            first = lease.pages.local_first[self.layout.token_groups.index(group)]
             last = min(-(-lease.computed // BLOCK), len(table or ()))
             if table is not None:
                 places += [(group.name, partial(table.__getitem__, i)) for i in range(first, last)]
-        for group, state in zip(self.layout.state_groups, lease.states, strict=True):
+        for group, state in zip(self.layout.state_groups, lease.pages.states, strict=True):
             if state is not None:
                 places.append((group.name, partial(_first_page, state)))
         return places

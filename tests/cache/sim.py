@@ -220,7 +220,7 @@ class Sim:
 
     def brute_force_resume(self, tokens: bytes, key: bytes, taps: Sequence[str] = ()) -> int:
         """The resume rule, word by word, over everything in the tree."""
-        size, index = self.layout.block_tokens, self.cache._keeper.index
+        size, index = self.layout.block_tokens, self.cache._prefixes.index
         blocks: dict[bytes, tuple[Node, int]] = {}
         checkpoints: dict[bytes, list[Checkpoint]] = {}
         for node in index.roots[key].subtree() if key in index.roots else ():
@@ -259,8 +259,8 @@ class Sim:
 
     def reachable_taint(self) -> list[str]:
         """Bad content that the index or a lease could still hand out."""
-        keeper, found = self.cache._keeper, []
-        for root in keeper.index.roots.values():
+        index, found = self.cache._prefixes.index, []
+        for root in index.roots.values():
             for node in root.subtree():
                 for group, pages in enumerate(node.pages):
                     found += self._tainted(self.layout.token_groups[group].name, pages or ())

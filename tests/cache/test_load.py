@@ -232,7 +232,7 @@ def test_checkpoints_that_lay_inside_a_failed_load_are_wanted_again() -> None:
     lease = cache.cache.begin(PROMPT, breakpoints=[32, 64])
     assert cache.extend(lease, 100, num_loaded=AT, num_good=0) is not None
     cache.cache.commit(lease, failed=True)
-    assert lease.keeps[:2] == [32, 64]
+    assert lease.plan.ahead[:2] == [32, 64]
     assert cache.compute(lease)
     assert cache.cache.match(PROMPT[:40] + tokens(20, 9)).num_tokens == 32
 
@@ -264,11 +264,11 @@ def test_without_room_a_load_leaves_nothing_behind(name: str) -> None:
     while cache.extend(blocker, 16) is not None:
         cache.cache.commit(blocker)
     lease = cache.cache.begin(tokens(900, 8))
-    before = (cache.cache.pages_in_use(), dict(lease.wanted), list(lease.keeps), lease.computed)
+    before = (cache.cache.pages_in_use(), dict(lease.wanted), list(lease.plan.ahead), lease.computed)
     refused = cache.cache.extend(lease, 900, num_loaded=800)
     assert isinstance(refused, NoRoom)
     assert not lease.in_flight
-    assert (dict(lease.wanted), list(lease.keeps), lease.computed) == before[1:]
+    assert (dict(lease.wanted), list(lease.plan.ahead), lease.computed) == before[1:]
     cache.cache.check_integrity()
     cache.cache.release(lease, keep=False)
     cache.cache.abort(blocker)
@@ -281,7 +281,7 @@ def test_without_a_page_for_the_loaded_state_there_is_no_room_to_compute_after_i
     cache = sim(FULL, state, num_slabs=3)
     lease = begin(cache)
     assert isinstance(cache.cache.extend(lease, 100, num_loaded=AT), NoRoom)
-    assert AT not in lease.keeps
+    assert AT not in lease.plan.ahead
     assert AT not in lease.wanted
     assert cache.extend(lease, AT, num_loaded=AT) is not None
     assert cache.cache.commit(lease) == AT
@@ -325,5 +325,5 @@ def test_pages_of_a_load_do_not_move_while_it_is_under_way() -> None:
         cache.cache.commit(big)
     assert list(lease.named_tables["full"][:5]) == where[0]
     assert where[1] is not None
-    assert tuple(lease.states[0].pages) == where[1]["state"]  # type: ignore[union-attr]
+    assert tuple(lease.pages.states[0].pages) == where[1]["state"]  # type: ignore[union-attr]
     cache.cache.check_integrity()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, held
+from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, footprint
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.pages import make_pages
 from hybridkv.cache.policy import PromptEndBranchesGrid
@@ -89,7 +89,7 @@ def scattered(**options: Any) -> tuple[Sim, Lease, Lease, Lease]:
     sim.cache.release(gone, keep=False)
     assert sim.compute(c, 4)
     sim.acknowledge_all()
-    assert not sim.cache._keeper.arena.free_slabs
+    assert not sim.cache._groups.arena.free_slabs
     return sim, b, c, d
 
 
@@ -101,11 +101,11 @@ def test_a_running_request_moves_between_steps_but_not_in_one() -> None:
     assert isinstance(refused, NoRoom)
     assert refused.pinned_slabs > 0
     assert "pinned by steps in flight" in refused.reason
-    before = list(b.tables[0] or ())
+    before = list(b.pages.tables[0] or ())
     sim.cache.commit(b)
     sim.cache.commit(c)
     assert sim.extend(d, 4) is not None
-    assert list(b.tables[0] or ()) != before
+    assert list(b.pages.tables[0] or ()) != before
     sim.cache.commit(d)
     for lease in (b, c):
         assert sim.compute(lease, 1)
@@ -145,7 +145,7 @@ def test_optional_checkpoints_do_not_empty_the_cache() -> None:
     sim = Sim(CacheLayout.of(groups, block_tokens=4, num_slabs=40), checkpoint_policy=PromptEndBranchesGrid(None))
     for seed in range(12):
         sim.serve(tokens(12, seed))  # 24 states
-    stats, free = sim.cache.stats, len(sim.cache._keeper.arena.free_slabs)
+    stats, free = sim.cache.stats, len(sim.cache._groups.arena.free_slabs)
     lease = sim.cache.begin(tokens(400, 99), breakpoints=list(range(4, 400, 4)))
     assert sim.compute(lease)
     assert stats.checkpoints_evicted <= 8
@@ -243,21 +243,21 @@ def test_a_memory_layer_that_fails_is_asked_again_before_any_other_step() -> Non
     text = tokens(10) + tokens(4, 1)
     lease = sim.cache.begin([*text, 1])
     assert lease.cached_tokens == 13
-    keeper, working = sim.cache._keeper, sim.memory.run
+    pages, working = sim.cache._groups, sim.memory.run
 
     def broken(operations: object) -> None:
         raise OSError("no memory layer")
 
-    keeper._run_operations = broken
+    pages._run_operations = broken
     with pytest.raises(OSError, match="no memory layer"):
         sim.cache.extend(lease, 4, drafts=[7, 7])
     assert lease.in_flight
     assert sim.cache.commit(lease, failed=True) == 13
     assert lease.num_tokens == 15
-    keeper._run_operations = working
+    pages._run_operations = working
     assert sim.compute(lease)  # the simulation would see a tail that was not copied
     sim.cache.check_integrity()
-    assert not keeper.arena._busy
+    assert not pages.arena._busy
 
 
 def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> None:
@@ -265,19 +265,19 @@ def test_a_move_that_fails_is_made_up_for_before_the_next_step_of_anyone() -> No
     assert sim.compute(b, 1)
     assert sim.compute(c, 1)  # both are inside a block now: their next step needs no room
     late = sim.cache.begin(tokens(2, 50))
-    before = list(b.tables[0] or ())
-    keeper, working = sim.cache._keeper, sim.memory.run
+    before = list(b.pages.tables[0] or ())
+    pages, working = sim.cache._groups, sim.memory.run
 
     def broken(operations: object) -> None:
         raise OSError("no memory layer")
 
-    keeper._run_operations = broken
+    pages._run_operations = broken
     with pytest.raises(OSError, match="no memory layer"):
         sim.cache.extend(late, 4, drafts=[7, 7])
     assert not late.in_flight
     assert late.num_tokens == 2
-    assert list(b.tables[0] or ()) != before  # in the books it has moved, in memory not yet
-    keeper._run_operations = working
+    assert list(b.pages.tables[0] or ()) != before  # in the books it has moved, in memory not yet
+    pages._run_operations = working
     for lease, count in ((b, 1), (c, 1), (late, 2)):
         assert sim.compute(lease, count)
     sim.cache.check_integrity()
@@ -305,8 +305,7 @@ def test_blocks_without_tapped_states_do_not_count_as_held() -> None:
     assert sim.compute(tapped)
     sim.cache.release(tapped, keep=False)
     running = sim.prompt(tokens(4) + tokens(40, 1))  # its first block has a tapped state, the others have none
-    keeper = sim.cache._keeper
-    counted = held.at_least(keeper.leases.values(), keeper._groups)
+    counted = footprint.at_least(sim.cache.leases, sim.cache._groups)
     assert {pool.name: pages for pool, pages in counted.items()} == {"full": 11, "taps": 1}
     sim.serve(tokens(44, 2))
     running.append(tokens(20, 3))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role, ZeroPage
+from hybridkv.cache.index import State
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
@@ -102,13 +103,13 @@ def test_three_turns_reuse_prompt_and_reply_to_the_token(mix: list[CacheGroup]) 
 def test_states_at_different_positions_give_no_hit() -> None:
     cache = sim(FULL, STATE, CacheGroup("state2", Role.STATE, 1))
     cache.serve(tokens(100), breakpoints=[32, 64])
-    keeper = cache.cache._keeper
-    (root,) = keeper.index.roots.values()
+    (root,) = cache.cache._prefixes.index.roots.values()
     for node in root.subtree():
         for checkpoint in node.checkpoints:
             lost = 0 if checkpoint.position == 64 else 1
-            keeper.drop_state(lost, checkpoint.states[lost])
-            checkpoint.states[lost] = None
+            gone: list[State | None] = [None, None]
+            gone[lost], checkpoint.states[lost] = checkpoint.states[lost], None
+            cache.cache._groups.drop_states(gone)
     match = cache.cache.match(tokens(100))
     assert (match.num_tokens, match.matched_tokens, match.missing) == (0, 96, "state_missing")
     cache.serve(tokens(100))
@@ -117,11 +118,11 @@ def test_states_at_different_positions_give_no_hit() -> None:
 def test_kv_evicted_behind_a_deeper_state_gives_no_hit() -> None:
     cache = sim(FULL, STATE)
     cache.serve(tokens(400), breakpoints=[160])
-    keeper = cache.cache._keeper
-    (root,) = keeper.index.roots.values()
+    prefixes = cache.cache._prefixes
+    (root,) = prefixes.index.roots.values()
     (leaf,) = root.children.values()
-    keeper._free_blocks(leaf, 12)  # 192 tokens left, the state at 384 gone with the rest
-    keeper.tidy(leaf)
+    prefixes.free_blocks(leaf, 12)  # 192 tokens left, the state at 384 gone with the rest
+    prefixes.tidy(leaf)
     cache.cache.check_integrity()
     assert cache.serve(tokens(400)) == 160
 
@@ -131,7 +132,7 @@ def test_window_24_needs_two_blocks_of_16() -> None:
     cache.serve(tokens(200))
     lease = cache.cache.begin(tokens(200))
     assert lease.cached_tokens == 192
-    table = lease.tables[1]
+    table = lease.pages.tables[1]
     assert table is not None
     assert [page != 0 for page in table] == [False] * 10 + [True] * 2
     cache.cache.abort(lease)
@@ -181,7 +182,7 @@ def test_deep_chains_are_merged() -> None:
     talk = tokens(4000)
     for end in range(100, 4000, 50):
         cache.serve(talk[:end], talk[end : end + 20])
-    (root,) = cache.cache._keeper.index.roots.values()
+    (root,) = cache.cache._prefixes.index.roots.values()
     assert sum(1 for _ in root.subtree()) <= 3
 
 
@@ -393,7 +394,7 @@ def test_rollback_goes_to_the_last_place_that_can_be_resumed(mix: list[CacheGrou
     lease = cache.prompt(tokens(300), breakpoints=[96, 160])
     for limit, position in ((299, 288), (200, 160), (100, 96)):
         if not cache.layout.state_groups:
-            position = max(position, limit // 16 * 16 if not cache.cache._keeper.local else position)
+            position = max(position, limit // 16 * 16 if not cache.cache._groups.local else position)
         assert cache.cache.rollback(lease, limit) >= position
         assert lease.computed <= limit
         cache.cache.check_integrity()
@@ -411,7 +412,7 @@ def test_requests_that_share_an_invalid_page_all_go_back() -> None:
     first = cache.prompt(shared + tokens(60, 1), breakpoints=[64, 160])
     second = cache.prompt(shared + tokens(60, 2))
     stranger = cache.prompt(tokens(100, 3))
-    table = second.tables[0]
+    table = second.pages.tables[0]
     assert table is not None
     assert second.cached_tokens == 160
     moved = cache.cache.invalidate({"full": [table[6], table[8]]})  # tokens 96 to 112, and later ones
@@ -433,7 +434,7 @@ def test_a_step_in_flight_with_an_invalid_page_is_thrown_away() -> None:
     cache.serve(tokens(200), breakpoints=[64])
     lease = cache.cache.begin(tokens(200))
     assert cache.extend(lease, 5) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     assert cache.cache.invalidate({"full": [table[5]]}) == {}
     assert cache.cache.match(tokens(200)).matched_tokens == 80
@@ -447,7 +448,7 @@ def test_an_invalid_state_takes_what_was_computed_from_it() -> None:
     cache.serve(tokens(200), breakpoints=[64, 128])
     lease = cache.cache.begin(tokens(150))
     assert lease.cached_tokens == 128
-    state = lease.states[0]
+    state = lease.pages.states[0]
     assert state is not None
     assert cache.cache.invalidate({"state": state.pages}) == {lease.id: 64}
     assert cache.cache.match(tokens(200)).num_tokens == 64
@@ -532,7 +533,7 @@ def test_salts_leave_no_roots_behind() -> None:
     cache = sim(FULL, STATE, num_slabs=14)
     for number in range(200):
         cache.serve(tokens(60), salt=str(number))
-    assert len(cache.cache._keeper.index.roots) < 12
+    assert len(cache.cache._prefixes.index.roots) < 12
 
 
 def test_arrays_and_lists_of_tokens_are_the_same() -> None:
@@ -569,17 +570,17 @@ def test_a_checkpoint_that_was_held_can_be_evicted_afterwards() -> None:
     text = tokens(20) + tokens(6, 1)
     lease = cache.cache.begin([*text, 1])
     assert lease.cached_tokens == 25
-    held = lease.tail
+    held = lease.pages.tail
     assert held is not None
-    while cache.cache._keeper._evict_least({}):  # all that may go, goes
+    while cache.cache._reclaimer.evict_least({}):  # all that may go, goes
         pass
     assert held.node is not None
     cache.cache.abort(lease)
-    while cache.cache._keeper._evict_least({}):
+    while cache.cache._reclaimer.evict_least({}):
         pass
     assert held.node is None
     assert set(cache.cache.pages_in_use().values()) == {0}
-    assert not cache.cache._keeper.index.roots
+    assert not cache.cache._prefixes.index.roots
 
 
 def test_a_repeat_waits_for_room_without_losing_its_place() -> None:
@@ -603,7 +604,7 @@ def test_an_invalid_state_that_a_step_writes_over_and_keeps_is_noticed() -> None
     cache = sim(FULL, STATE)
     lease = cache.cache.begin(tokens(64))
     assert cache.compute(lease, 20)
-    state = lease.states[0]
+    state = lease.pages.states[0]
     assert state is not None
     assert cache.extend(lease, 44) is not None  # [20, 48) in place, kept there; [48, 64) in a new page
     cache.cache.invalidate({"state": state.pages})
@@ -619,7 +620,7 @@ def test_what_a_bad_or_failed_step_sampled_is_forgotten() -> None:
     assert cache.extend(lease, 4, drafts=[1, 2, 3, 4]) is not None
     assert cache.cache.commit(lease, sampled=[5], failed=True) == 50
     assert lease.num_tokens == 50
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     lease.append([9])
     assert cache.extend(lease, 1, may_cut=True) is not None
@@ -634,7 +635,7 @@ def test_a_fork_of_a_bad_block_is_bad() -> None:
     for name in ("full", "window40"):
         twins = cache.cache.fork(lease, 1)
         assert isinstance(twins, list)
-        table = lease.tables[cache.cache._token_group[name]]
+        table = lease.pages.tables[cache.cache._token_group[name]]
         assert table is not None
         moved = cache.cache.invalidate({name: [table[3]]})
         assert moved[lease.id] == moved[twins[0].id] == 48
@@ -647,7 +648,7 @@ def test_a_bad_page_that_holds_nothing_yet_costs_nothing() -> None:
     lease = cache.prompt(tokens(48))
     lease.append([1])
     assert cache.extend(lease, 1, may_cut=True) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[3]]})
     assert cache.cache.commit(lease) == 48
@@ -663,7 +664,7 @@ def test_a_bad_page_that_holds_nothing_yet_costs_nothing() -> None:
 def test_checkpoints_are_kept_again_after_a_rollback() -> None:
     cache = sim(FULL, STATE)
     lease = cache.prompt(tokens(100))
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[0]]})
     assert (lease.computed, lease.cached_tokens) == (0, 0)
@@ -688,7 +689,7 @@ def test_events_tell_what_an_invalid_page_and_a_reset_removed() -> None:
     cache = sim(FULL, STATE, event_limit=99)
     cache.serve(tokens(100))
     stored = [key for event in cache.cache.take_events() for key in event.keys]
-    (root,) = cache.cache._keeper.index.roots.values()
+    (root,) = cache.cache._prefixes.index.roots.values()
     (node,) = root.children.values()
     assert node.pages[0] is not None
     cache.cache.invalidate({"full": [node.pages[0][4]], "state": [0, -1]})
@@ -714,10 +715,10 @@ def test_the_books_do_not_grow_with_the_number_of_requests() -> None:
     cache.serve(tokens(40))
     for number in range(3000):
         cache.cache.abort(cache.cache.begin(tokens(40), salt=str(number % 3)))
-    keeper = cache.cache._keeper
-    assert len(keeper._queue) < 10
-    assert len(keeper.history.ghosts) == 0
-    assert len(keeper.index.roots) == 1
+    prefixes = cache.cache._prefixes
+    assert len(prefixes.queue) < 10
+    assert len(prefixes.history.log) == 0
+    assert len(prefixes.index.roots) == 1
 
 
 def test_two_invalidations_in_flight_go_back_to_the_earlier() -> None:
@@ -725,7 +726,7 @@ def test_two_invalidations_in_flight_go_back_to_the_earlier() -> None:
     cache.serve(tokens(200), breakpoints=[32, 96])
     lease = cache.cache.begin(tokens(200))
     assert cache.extend(lease, 5) is not None
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     cache.cache.invalidate({"full": [table[4]]})
     cache.cache.invalidate({"full": [table[8]]})
@@ -760,13 +761,13 @@ def test_invalid_pages_are_cleared_before_anyone_has_them_again() -> None:
     cache = sim(FULL, STATE, at_once=False)
     lease = cache.prompt(tokens(50))
     cache.acknowledge_all()
-    table = lease.tables[0]
+    table = lease.pages.tables[0]
     assert table is not None
     bad = table[1]
     cache.cache.invalidate({"full": [bad], "state": [10**6]})
     batch = cache.cache.take_operations()
     assert batch is not None
     assert batch.operations == (ZeroPage("full", bad),)
-    assert bad not in cache.cache._keeper.arena.pools["full"].slabs[bad // 8].free
+    assert bad not in cache.cache._groups.arena.pools["full"].slabs[bad // 8].free
     cache.cache.acknowledge(batch.id)
     cache.cache.check_integrity()

@@ -194,7 +194,7 @@ def blocked(**options: Any) -> tuple[Sim, Pin, Lease]:
     for seed in (20, 21):
         cache.prompt(tokens(1, seed))
     cache.acknowledge_all()
-    assert not cache.cache._keeper.arena.free_slabs
+    assert not cache.cache._groups.arena.free_slabs
     assert len(slabs_of(pin)) == 4
     return cache, pin, cache.cache.begin(tokens(9, 9))
 
@@ -204,12 +204,12 @@ def test_compaction_leaves_pinned_pages_where_they_are() -> None:
     reader = next(one for one in cache.cache.leases if one.cached_tokens)
     before = pin.pages.tables["full"]
     assert cache.extend(lease, 1) is None
-    assert reader.tables[0] == before
+    assert reader.pages.tables[0] == before
     cache.check_pinned(pin)
     cache.cache.check_integrity()
     cache.cache.unpin(pin)
     assert cache.extend(lease, 1) is not None
-    assert reader.tables[0] != before
+    assert reader.pages.tables[0] != before
 
 
 def test_no_room_counts_the_slabs_that_transfers_pin() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Rating, Role, named_policy
-from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.eviction_log import Eviction, EvictionLog
 from hybridkv.cache.index import Checkpoint
 from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
 from hybridkv.cache.retention import default_checkpoints
@@ -175,8 +175,8 @@ def test_what_was_evicted_is_missed_when_it_is_asked_for_again() -> None:
     longer = chat + tokens(20, 99)
     lease = cache.cache.begin(longer)
     assert cache.compute(lease)
-    assert lease.turn == 1
-    assert lease.continued_from == 40
+    assert lease.lineage.turn == 1
+    assert lease.lineage.continued_from == 40
     assert [age for _, age in policy.reused] == [8]
 
 
@@ -197,7 +197,7 @@ def test_a_conversation_is_counted_turn_by_turn() -> None:
     chat = tokens(41)
     for turn in range(3):
         lease = cache.cache.begin(chat)
-        assert lease.turn == turn
+        assert lease.lineage.turn == turn
         assert cache.compute(lease)
         cache.cache.release(lease)  # the prompt's end at 40 and so on is superseded by the very end
         chat = chat + tokens(20, 100 + turn)
@@ -212,18 +212,18 @@ def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
     policy = Recorder()
     cache = sim(FULL, STATE, num_slabs=100, policy=policy)
     cache.serve(tokens(40))
-    keeper = cache.cache._keeper
-    popped = keeper._queue.pop(keeper.history.clock)
+    prefixes = cache.cache._prefixes
+    popped = prefixes.queue.pop(prefixes.history.clock)
     while popped is not None:
         item, rating = popped
         assert isinstance(item, Checkpoint)
-        keeper.history.evicted(item, rating)
-        keeper.drop_checkpoint(item)
-        popped = keeper._queue.pop(keeper.history.clock)
+        prefixes.history.evicted(item, rating)
+        prefixes.drop_checkpoint(item)
+        popped = prefixes.queue.pop(prefixes.history.clock)
     lease = cache.cache.begin(tokens(40) + tokens(20, 1))
     assert lease.computed == 0
     assert lease.matched_tokens == 40
-    assert lease.turn == 1
+    assert lease.lineage.turn == 1
     assert len(policy.reused) == 1
 
 
@@ -236,11 +236,11 @@ def test_what_loses_its_successor_is_an_end_again() -> None:
         assert cache.compute(lease)
         cache.cache.release(lease)
         chat = chat + tokens(20, 1)
-    keeper = cache.cache._keeper
-    (node,) = (node for node in keeper.all_nodes() if node.checkpoints)
+    prefixes = cache.cache._prefixes
+    (node,) = (node for node in prefixes.all_nodes(()) if node.checkpoints)
     last = node.checkpoints[-1]
-    keeper._queue.withdraw(last)
-    keeper._evict_checkpoint(last)
+    prefixes.queue.withdraw(last)
+    cache.cache._reclaimer.evict_checkpoint(last)
     deepest = node.checkpoints[-1]
     assert deepest.is_news
     assert deepest.rating is not None
@@ -251,7 +251,7 @@ def test_what_loses_its_successor_is_an_end_again() -> None:
 def test_who_found_no_room_has_used_nothing() -> None:
     cache = sim(FULL, STATE, num_slabs=30)
     cache.serve(tokens(41))
-    (checkpoint, *_) = (c for node in cache.cache._keeper.all_nodes() for c in node.checkpoints)
+    (checkpoint, *_) = (c for node in cache.cache._prefixes.all_nodes(()) for c in node.checkpoints)
     for _ in range(10):
         cache.cache.abort(cache.cache.begin(tokens(41)))
     assert checkpoint.num_hits == 0
@@ -286,21 +286,21 @@ def test_books_do_not_keep_what_is_gone() -> None:
         cache.cache.abort(other)
         cache.cache.check_integrity()
     cache.cache.reset()
-    assert len(cache.cache._keeper._queue) == 0
+    assert len(cache.cache._prefixes.queue) == 0
 
 
-def test_ghosts_are_bounded_and_recalled_once() -> None:
-    ghosts = Ghosts(limit=2)
+def test_evictions_are_bounded_and_recalled_once() -> None:
+    log = EvictionLog(limit=2)
     for number in range(3):
-        ghosts.remember(bytes([number]), Ghost(number, 0, (0, 0, 0), 0, False))
-    assert len(ghosts) == 2
-    assert ghosts.recall([b"\0"]) is None
-    deepest = ghosts.recall([b"\1", b"x", b"\2", b"y"])
+        log.remember(bytes([number]), Eviction(number, 0, (0, 0, 0), 0, False))
+    assert len(log) == 2
+    assert log.recall([b"\0"]) is None
+    deepest = log.recall([b"\1", b"x", b"\2", b"y"])
     assert deepest is not None
     assert deepest.position == 2
-    assert ghosts.recall([b"\2"]) is None
-    ghosts.clear()
-    assert len(ghosts) == 0
+    assert log.recall([b"\2"]) is None
+    log.clear()
+    assert len(log) == 0
 
 
 def test_popular_prefixes_of_full_attention_outlive_a_flood() -> None:

@@ -95,7 +95,7 @@ def test_an_engine_weighs_the_flops_of_its_model_as_a_replay_does(family: str, t
 def test_the_policy_of_an_engine_asks_for_the_flops_of_its_model() -> None:
     end = Candidate(Kind.END, False, 0, 64, 0, start=0, end=64, num_bytes=1)
     with engine_of("qwen3_next", policy="flops") as engine:
-        rated = engine.core.cache._keeper._queue.policy.rate(end)
+        rated = engine.core.cache._prefixes.queue.policy.rate(end)
         compute = load(make(family_config("qwen3_next", max_position_embeddings=2048)), device="cpu").compute()
     assert rated == named_policy("flops", lambda: compute.flops).rate(end)
     assert rated != named_policy("flops").rate(end)

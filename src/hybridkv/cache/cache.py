@@ -15,21 +15,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from hybridkv.cache.compaction import Compactor
+from hybridkv.cache.group_pages import GroupPages
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
-from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.leaders import find_leader, find_rebuilder
-from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, NoRoom, StepTables
-from hybridkv.cache.leasing import Leasing
+from hybridkv.cache.leaders import Leaders, Match
+from hybridkv.cache.lease import CacheError, InFlight, Lease
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
+from hybridkv.cache.prefix_cache import PrefixCache
+from hybridkv.cache.reclaim import NoRoom, Reclaimer
 from hybridkv.cache.resume import Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
+from hybridkv.cache.running import Running
 from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
+from hybridkv.cache.step_tables import StepTables
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
 
@@ -58,11 +63,16 @@ class Cache:
         self._checkpoints = checkpoint_policy or default_checkpoints(layout)
         self._events = Events(event_limit)
         eviction = named_policy(policy) if isinstance(policy, str) else policy
-        self._keeper = Keeper(layout, eviction, run_operations, self.stats, self._events)
-        self._leasing = Leasing(self._keeper)
-        self._sending = Sending(self._leasing)
-        self._steps = Steps(self._leasing)
-        self._pins = Pins(self._leasing, clock)
+        self._running = Running()
+        self._groups = GroupPages(layout, run_operations)
+        self._prefixes = PrefixCache(self._groups, eviction, self.stats, self._events)
+        compactor = Compactor(self._groups, self._running, self.stats)
+        self._reclaimer = Reclaimer(self._prefixes, compactor)
+        self._leaders = Leaders(layout.block_tokens)
+        self._placement = Placement(self._prefixes, self._running, self._leaders)
+        self._sending = Sending(self._placement, self._reclaimer)
+        self._steps = Steps(self._placement)
+        self._pins = Pins(self._placement, compactor, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
@@ -74,12 +84,12 @@ class Cache:
         """What the index has for a prompt; nothing is touched."""
         packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
         limit = len(packed) // TOKEN_BYTES - 1
-        path, resume = self._leasing.find(key, packed, limit, self._tap_groups(taps))
-        size, num_blocks = self.block_tokens, limit // self.block_tokens
-        leader, leader_tokens = find_leader(path, packed, num_blocks, size)
+        path, resume = self._placement.find(key, packed, limit, self._tap_groups(taps))
+        num_blocks = limit // self.block_tokens
+        leader, leader_tokens = self._leaders.find_leader(path, packed, num_blocks)
         if leader is None and resume.matched_tokens > resume.position:
-            leases = self._keeper.leases.values()
-            leader, leader_tokens = find_rebuilder(leases, key, packed, num_blocks, resume.position, size)
+            leases = self._running.leases.values()
+            leader, leader_tokens = self._leaders.find_rebuilder(leases, key, packed, num_blocks, resume.position)
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
 
     def follow(self, match: Match) -> bool:
@@ -87,7 +97,7 @@ class Cache:
         leader = match.leader
         if leader is None or leader.released or leader.aborted or match.leader_tokens <= match.num_tokens:
             return False
-        return leader.keep_at(match.leader_tokens) if self._keeper.needs_checkpoints else True
+        return leader.keep_at(match.leader_tokens) if self._prefixes.needs_checkpoints else True
 
     # --- the life of a request ----------------------------------------------------------------------------------------
 
@@ -106,9 +116,9 @@ class Cache:
             raise CacheError("a request needs at least one token")
         if self._pins.live:
             self._pins.expire()
-        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
-        path, resume = self._leasing.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
-        self._leasing.attach(lease, path, resume)
+        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        path, resume = self._placement.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
+        self._placement.attach(lease, path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, breakpoints)
         self._count_request(lease, resume)
@@ -167,15 +177,15 @@ class Cache:
         accepted = step.end - step.start if num_accepted is None else num_accepted
         if not 0 <= accepted <= step.end - step.start:
             raise CacheError(f"{accepted} tokens accepted of a step of {step.end - step.start}")
-        del self._keeper.in_flight[lease.id]
+        del self._running.in_flight[lease.id]
         lease.step = None
         if step.loaded_to > step.start + accepted:
             accepted, unusable = self._usable(step, accepted)
             failed = failed or unusable
         if lease.aborted:
             self._steps.drop_step(lease, step)
-            self._leasing.detach(lease)
-        elif failed or lease.poisoned is not None:
+            self._placement.detach(lease)
+        elif failed or step.poisoned is not None:
             lease.forget_after(step.num_known)
             self._steps.fail(lease, step)
         else:
@@ -184,13 +194,13 @@ class Cache:
             self._steps.accept(lease, step, step.start + accepted)
             lease.tokens += packed
         if step.loaded_to > step.start:
-            self._keeper.run_operations()  # pages of a failed load are free once they have been cleared
+            self._groups.run_operations()  # pages of a failed load are free once they have been cleared
         return 0 if lease.aborted else lease.computed
 
     def _usable(self, step: InFlight, accepted: int) -> tuple[int, bool]:
         """What is left of a load that was cut, and whether that is nothing. Windows and states are those of its end."""
         target = (step.start + accepted) // self.block_tokens * self.block_tokens
-        if self._keeper.needs_checkpoints or target <= step.start:
+        if self._prefixes.needs_checkpoints or target <= step.start:
             return 0, True
         return target - step.start, False
 
@@ -198,30 +208,30 @@ class Cache:
         """The request ends, or is preempted: its end becomes a checkpoint (if `keep`), and its pages go."""
         self._check_idle(lease)
         if keep:
-            self._leasing.keep_end(lease)
-        self._leasing.detach(lease)
+            self._placement.keep_end(lease)
+        self._placement.detach(lease)
 
     def abort(self, lease: Lease) -> None:
         """At any moment. Pages of a step in flight stay until it is committed."""
         if lease.released:
             return
         if lease.step is None:
-            self._leasing.detach(lease)
+            self._placement.detach(lease)
         else:
             lease.aborted = True
-            lease.withdraw()
+            self._leaders.withdraw(lease)
 
     def fork(self, lease: Lease, count: int) -> list[Lease] | NoRoom:
         """`count` more leases at the same place: a block begun is copied, everything else is shared."""
         self._check_idle(lease)
         if self._pins.live:
             self._pins.expire()
-        no_room = self._keeper.make_room(self._leasing.fork_needs(lease, count))
+        no_room = self._reclaimer.make_room(self._placement.fork_needs(lease, count))
         if no_room is not None:
             self.stats.no_room += 1
             return no_room
-        twins = [self._leasing.fork(lease) for _ in range(count)]
-        self._keeper.run_operations()
+        twins = [self._placement.fork(lease) for _ in range(count)]
+        self._groups.run_operations()
         return twins
 
     def rollback(self, lease: Lease, limit: int) -> int:
@@ -230,7 +240,7 @@ class Cache:
         if limit < 0:
             raise CacheError(f"cannot roll back to {limit}")
         if limit < lease.computed:
-            self._leasing.reattach(lease, limit)
+            self._placement.reattach(lease, limit)
         return lease.computed
 
     # --- things that go wrong -----------------------------------------------------------------------------------------
@@ -248,39 +258,40 @@ class Cache:
                 raise CacheError(f"no group {name!r}: the cache has {[*self._token_group, *self._state_group]}")
         self.stats.invalid_pages += sum(map(len, bad.values()))
         invalid = Invalid(
-            self._keeper,
+            self._prefixes,
             {index: bad[name] for name, index in self._token_group.items() if bad.get(name)},
             {index: bad[name] for name, index in self._state_group.items() if bad.get(name)},
         )
         first_bad = {lease: invalid.first_bad_position(lease) for lease in self.leases}
         invalid.clear_pages()
-        for node in self._keeper.all_nodes():
+        for node in self._prefixes.all_nodes(lease.leaf for lease in self.leases):
             if not node.gone:
                 invalid.cut_out(node)
         moved = {}
         for lease, position in first_bad.items():
             if position is None:
                 continue
-            if lease.in_flight:
-                lease.poisoned = position if lease.poisoned is None else min(position, lease.poisoned)
+            step = lease.step
+            if step is not None:
+                step.poisoned = position if step.poisoned is None else min(position, step.poisoned)
             elif position >= lease.computed:
-                self._leasing.trim(lease)
+                self._placement.trim(lease)
             elif lease.is_pin:
                 self._pins.break_off(lease)
             else:
-                self._leasing.reattach(lease, position)
+                self._placement.reattach(lease, position)
                 moved[lease.id] = lease.computed
-        self._keeper.run_operations()
+        self._groups.run_operations()
         return moved
 
     def reset(self) -> None:
         """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
         self.epoch += 1
-        self._keeper.history.ghosts.clear()
-        roots = list(self._keeper.index.roots.values())
-        self._keeper.index.roots.clear()
+        self._prefixes.history.log.clear()
+        roots = list(self._prefixes.index.roots.values())
+        self._prefixes.index.roots.clear()
         for root in roots:
-            self._keeper.kill(root)
+            self._prefixes.kill(root)
 
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
@@ -306,11 +317,11 @@ class Cache:
             raise CacheError(f"cannot pin the first {limit} tokens: give a limit of at least 0")
         packed = pack_tokens(tokens)
         self._pins.expire()
-        lease = self._leasing.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
         lease.is_pin = True
         most = lease.prompt_tokens if limit is None else min(limit, lease.prompt_tokens)
-        path, resume = self._leasing.find(lease.root_key, packed, most, lease.taps)
-        self._leasing.attach(lease, path, resume)
+        path, resume = self._placement.find(lease.root_key, packed, most, lease.taps)
+        self._placement.attach(lease, path, resume)
         return self._pins.add(lease, ttl_seconds)
 
     def renew(self, pin: Pin, ttl_seconds: float) -> None:
@@ -334,16 +345,16 @@ class Cache:
     def pinned_slabs(self) -> int:
         """Slabs that pins keep in place."""
         self._pins.expire()
-        return len(self._keeper.transfer_slabs())
+        return len(self._running.transfer_slabs())
 
     def take_operations(self) -> OperationBatch | None:
         """Copies and zeroing to run, in order, before the next step; None if there are none."""
-        return self._keeper.arena.take_operations()
+        return self._groups.arena.take_operations()
 
     def acknowledge(self, batch_id: int) -> None:
         """A batch of operations is done."""
         try:
-            self._keeper.arena.acknowledge(batch_id)
+            self._groups.arena.acknowledge(batch_id)
         except KeyError as error:
             raise CacheError(str(error.args[0])) from None
 
@@ -353,18 +364,18 @@ class Cache:
     @property
     def leases(self) -> Sequence[Lease]:
         """Running requests, and the leases of pins."""
-        return tuple(self._keeper.leases.values())
+        return tuple(self._running.leases.values())
 
     def pages_in_use(self) -> dict[str, int]:
         """Pages of each pool that are held or wait for an operation."""
-        return self._keeper.arena.pages_in_use()
+        return self._groups.arena.pages_in_use()
 
     def slabs_in_use(self) -> dict[str, int]:
-        return self._keeper.arena.slabs_in_use()
+        return self._groups.arena.slabs_in_use()
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises AssertionError where the books are wrong."""
-        check_integrity(self._keeper, self._pins)
+        check_integrity(self._prefixes, self._running, self._pins)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -389,7 +400,7 @@ class Cache:
         return tuple(self._token_group[name] for name in taps)
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
-        if not self._keeper.needs_checkpoints:
+        if not self._prefixes.needs_checkpoints:
             return
         facts = PromptFacts(
             lease.prompt_tokens,
@@ -397,13 +408,13 @@ class Cache:
             resume.matched_tokens,
             tuple(breakpoints),
             self.block_tokens,
-            self._keeper.arena.num_free_slabs / self.layout.num_slabs,
+            self._groups.arena.num_free_slabs / self.layout.num_slabs,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens
             if 0 < aligned <= lease.prompt_tokens:
-                lease.wanted.setdefault(aligned, kind)
-        lease.plan_keeps()
+                lease.plan.want(aligned, kind)
+        lease.plan.restart(lease.computed)
 
     def _count_request(self, lease: Lease, resume: Resume) -> None:
         missed = lease.prompt_tokens - resume.position

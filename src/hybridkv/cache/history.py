@@ -8,10 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.eviction import EvictionQueue, Item, is_superseded
-from hybridkv.cache.ghosts import Ghost, Ghosts
+from hybridkv.cache.eviction_log import Eviction, EvictionLog
 from hybridkv.cache.index import Checkpoint, Node
-from hybridkv.cache.lease import Lease
-from hybridkv.cache.policy import Kind, Rating
+from hybridkv.cache.policy import Kind, Numbers, Rating
+
+
+class Lineage:
+    """The earlier requests that one request continues, and what of theirs it reuses. Only `History` changes it."""
+
+    __slots__ = ("continued_from", "has_recalled", "lessons", "resumed_from", "turn")
+
+    def __init__(self) -> None:
+        self.turn = 0
+        """Conversation turn: the number of earlier requests that this one continues."""
+        self.continued_from = 0
+        """The position at which the last of them ended."""
+        self.lessons: list[tuple[Numbers, int]] = []
+        """What it reuses, for the eviction policy: group and age. Told when it has computed something."""
+        self.resumed_from: Checkpoint | None = None
+        self.has_recalled = False
+        """It asked for something that was evicted, and that has been counted."""
+
+    def fork(self) -> Lineage:
+        """For a fork: the same turn. What is reused counts once, for the lease that was forked."""
+        twin = Lineage()
+        twin.turn, twin.continued_from = self.turn, self.continued_from
+        return twin
 
 
 class History:
@@ -20,7 +42,7 @@ class History:
     def __init__(self, queue: EvictionQueue, block_tokens: int) -> None:
         self.clock = 0
         """Ticks with each lease that takes a place in the index."""
-        self.ghosts = Ghosts()
+        self.log = EvictionLog()
         self._queue = queue
         self._policy = queue.policy
         self._block_tokens = block_tokens
@@ -48,43 +70,42 @@ class History:
 
     # --- used ---------------------------------------------------------------------------------------------------------
 
-    def used(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        """A lease resumes from it."""
+    def used(self, lineage: Lineage, checkpoint: Checkpoint) -> None:
+        """A request resumes from it."""
         if checkpoint.kind is Kind.END and not is_superseded(checkpoint):
-            lease.turn, lease.continued_from = checkpoint.turn + checkpoint.num_hits + 1, checkpoint.position
-        self._note(lease, checkpoint.rating, checkpoint.last_used)
-        lease.resumed_from = checkpoint
+            lineage.turn, lineage.continued_from = checkpoint.turn + checkpoint.num_hits + 1, checkpoint.position
+        self._note(lineage, checkpoint.rating, checkpoint.last_used)
+        lineage.resumed_from = checkpoint
         checkpoint.last_used = self.clock
 
-    def continued(self, lease: Lease) -> None:
-        """A lease goes on from the end of a run, where every block boundary can be resumed."""
-        leaf = lease.leaf
+    def continued(self, lineage: Lineage, leaf: Node, position: int) -> None:
+        """A request goes on from the end of `leaf`, where every block boundary can be resumed."""
         if leaf.parent is None:
             return
         if leaf.children:
             leaf.turn += 1  # one more branches off here
         elif leaf.refs == 1:
-            self._note(lease, leaf.rating, leaf.last_used)
-            lease.turn, lease.continued_from = leaf.turn + 1, lease.computed
+            self._note(lineage, leaf.rating, leaf.last_used)
+            lineage.turn, lineage.continued_from = leaf.turn + 1, position
 
-    def used_in_part(self, lease: Lease, node: Node, num_blocks: int) -> None:
-        """A lease goes on from inside a run: it was reused if that is most of it."""
+    def used_in_part(self, lineage: Lineage, node: Node, num_blocks: int) -> None:
+        """A request goes on from inside a run: it was reused if that is most of it."""
         if not node.children and not node.refs and 2 * num_blocks >= node.num_blocks:
-            self._note(lease, node.rating, node.last_used)
+            self._note(lineage, node.rating, node.last_used)
 
-    def confirm(self, lease: Lease) -> None:
-        """The lease has computed something: what it said it used counts."""
-        for group, age in lease.lessons:
+    def confirm(self, lineage: Lineage) -> None:
+        """The request has computed something: what it reuses counts."""
+        for group, age in lineage.lessons:
             self._policy.learn_reused(group, age)
-        lease.lessons = []
-        checkpoint, lease.resumed_from = lease.resumed_from, None
+        lineage.lessons = []
+        checkpoint, lineage.resumed_from = lineage.resumed_from, None
         if checkpoint is not None:
             checkpoint.num_hits += 1
             checkpoint.is_news = True
 
-    def _note(self, lease: Lease, rating: Rating | None, last_used: int) -> None:
+    def _note(self, lineage: Lineage, rating: Rating | None, last_used: int) -> None:
         if rating is not None and rating.group:
-            lease.lessons.append((rating.group, self.clock - last_used))
+            lineage.lessons.append((rating.group, self.clock - last_used))
 
     # --- evicted ------------------------------------------------------------------------------------------------------
 
@@ -100,18 +121,18 @@ class History:
             turn, superseded = item.turn + item.num_hits + 1, is_superseded(item)
         block = position // self._block_tokens - 1 - node.start
         if 0 <= block < node.num_blocks:
-            self.ghosts.remember(node.keys[block], Ghost(position, turn, rating.group, item.last_used, superseded))
+            self.log.remember(node.keys[block], Eviction(position, turn, rating.group, item.last_used, superseded))
 
-    def recall(self, lease: Lease, keys: Sequence[bytes]) -> None:
-        """A lease asks for blocks by these names: did something that was evicted end at one of them?
+    def recall(self, lineage: Lineage, keys: Sequence[bytes]) -> None:
+        """A request asks for blocks by these names: did something that was evicted end at one of them?
 
-        What was evicted piece by piece has left several ghosts: one request reuses it once.
+        What was evicted piece by piece has left several entries: one request reuses it once.
         """
-        ghost = self.ghosts.recall(keys)
-        if ghost is None or ghost.position <= lease.continued_from:
+        eviction = self.log.recall(keys)
+        if eviction is None or eviction.position <= lineage.continued_from:
             return
-        if not lease.has_recalled:
-            self._policy.learn_reused(ghost.group, self.clock - ghost.last_used)
-            lease.has_recalled = True
-        if not ghost.is_superseded:
-            lease.turn, lease.continued_from = ghost.turn, ghost.position
+        if not lineage.has_recalled:
+            self._policy.learn_reused(eviction.group, self.clock - eviction.last_used)
+            lineage.has_recalled = True
+        if not eviction.is_superseded:
+            lineage.turn, lineage.continued_from = eviction.turn, eviction.position

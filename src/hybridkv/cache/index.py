@@ -14,15 +14,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.policy import Kind, Rating
 from hybridkv.cache.pools import Slab
 from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
-
-if TYPE_CHECKING:
-    from hybridkv.cache.lease import Lease
 
 
 class State:
@@ -95,7 +92,6 @@ class Node:
     __slots__ = (
         "checkpoints",
         "children",
-        "computing",
         "dead",
         "first",
         "gone",
@@ -127,8 +123,6 @@ class Node:
         self.checkpoints: list[Checkpoint] = []
         """By position; those inside a block hang on the boundary before it."""
         self.children: dict[bytes, Node] = {}
-        self.computing: dict[bytes, Lease] = {}
-        """Leases at the end of this node, by the block they are computing next."""
         self.refs = 0
         """Leases whose leaf this is."""
         self.dead = False

@@ -5,36 +5,39 @@ from __future__ import annotations
 from collections import Counter
 
 from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.pages import NULL_PAGE, make_pages
 from hybridkv.cache.pins import Pins
+from hybridkv.cache.prefix_cache import PrefixCache
+from hybridkv.cache.running import Running
 
 
-def check_integrity(keeper: Keeper, pins: Pins) -> None:
+def check_integrity(prefixes: PrefixCache, running: Running, pins: Pins) -> None:
     """Every page is free, waiting or held, by as many as we think; all groups of a lease stand at the same depth.
 
     Pins have the pages they began with.
     """
-    _Recount(keeper).check()
-    assert pins.live.keys() == keeper.transfers.keys()
-    assert pins.live.keys() == {lease.id for lease in keeper.leases.values() if lease.is_pin}
+    _Recount(prefixes, running).check()
+    assert pins.live.keys() == running.transfers.keys()
+    assert pins.live.keys() == {lease.id for lease in running.leases.values() if lease.is_pin}
     for pin in pins.live.values():
         pin.check_integrity()
-        assert keeper.transfers[pin.lease.id] == pins.slabs_of(pin.lease)
+        assert running.transfers[pin.lease.id] == pins.slabs_of(pin.lease)
 
 
 class _Recount:
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-        self.size = keeper.layout.block_tokens
-        self.nodes = keeper.all_nodes()
-        assert not any(node.dead for root in keeper.index.roots.values() for node in root.subtree())
-        self.owned: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+    def __init__(self, prefixes: PrefixCache, running: Running) -> None:
+        self.prefixes = prefixes
+        self.leases = list(running.leases.values())
+        self.groups = groups = prefixes.groups
+        self.size = prefixes.block_tokens
+        self.nodes = prefixes.all_nodes(lease.leaf for lease in self.leases)
+        assert not any(node.dead for root in prefixes.index.roots.values() for node in root.subtree())
+        self.owned: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
         """Pages with one owner."""
-        self.local: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+        self.local: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
         """Holds on pages of local groups."""
-        self.listed: dict[str, Counter[int]] = {name: Counter() for name in keeper.arena.pools}
+        self.listed: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
         """Pages of local groups that nodes name."""
         self.states: dict[State, int] = {}
         """The state group of each state."""
@@ -43,15 +46,15 @@ class _Recount:
     def check(self) -> None:
         for node in self.nodes:
             self._node(node)
-        for lease in self.keeper.leases.values():
+        for lease in self.leases:
             self._lease(lease)
         self._check_refs()
-        self.keeper.check_queue(self.nodes)
+        self.prefixes.check_queue(self.nodes)
         for state, group in self.states.items():
             assert state.refs == self.state_holds[state]
-            assert len(state.pages) == self.keeper.layout.state_groups[group].pages_per_state
-            self.owned[self.keeper.state_pools[group].name].update(state.pages)
-        for name, pool in self.keeper.arena.pools.items():
+            assert len(state.pages) == self.groups.layout.state_groups[group].pages_per_state
+            self.owned[self.groups.state_pools[group].name].update(state.pages)
+        for name, pool in self.groups.arena.pools.items():
             assert all(count == 1 for count in self.owned[name].values()), name
             more = {page: holds for page, holds in enumerate(pool.holds) if holds}
             assert more == {page: n - 1 for page, n in self.local[name].items() if n > 1}, name
@@ -59,25 +62,25 @@ class _Recount:
             assert self.listed[name].keys() <= self.local[name].keys(), name
             assert all(count == 1 for count in self.listed[name].values()), name
         held = {name: self.owned[name] + self.local[name] for name in self.owned}
-        self.keeper.arena.check_integrity(held)
+        self.groups.arena.check_integrity(held)
 
     def _node(self, node: Node) -> None:
-        keeper = self.keeper
-        assert len(node.tokens) == node.num_blocks * keeper.index.block_bytes
+        block_bytes = self.prefixes.index.block_bytes
+        assert len(node.tokens) == node.num_blocks * block_bytes
         if node.parent is not None:
             assert node.num_blocks > 0
             assert node.start == node.parent.end
-            assert node.first == bytes(node.tokens[: keeper.index.block_bytes])
+            assert node.first == bytes(node.tokens[:block_bytes])
             assert node.dead or node.parent.children[node.first] is node
             assert node.dead or node.refs or len(node.children) != 1, "a chain that should have been merged"
         for group, pages in enumerate(node.pages):
-            pool = keeper.token_pools[group]
-            assert pages is not None or group not in keeper.full
+            pool = self.groups.token_pools[group]
+            assert pages is not None or group not in self.groups.full
             present = [page for page in pages or () if page != NULL_PAGE]
             assert pages is None or len(pages) == node.num_blocks
-            assert group not in keeper.full or len(present) == node.num_blocks
+            assert group not in self.groups.full or len(present) == node.num_blocks
             assert all(pool.slab_of(page) in node.slabs for page in present)
-            if group in keeper.local:
+            if group in self.groups.local:
                 self.listed[pool.name].update(present)
             else:
                 self.owned[pool.name].update(present)
@@ -90,39 +93,39 @@ class _Recount:
         assert checkpoint.node is node
         assert block == 0 if node.parent is None else node.start < block <= node.end
         assert len(checkpoint.tail_tokens) == inside * 4
-        assert not checkpoint.tail_pages or len(checkpoint.tail_pages) == len(self.keeper.token_pools)
-        for pool, page in zip(self.keeper.token_pools, checkpoint.tail_pages, strict=False):
+        assert not checkpoint.tail_pages or len(checkpoint.tail_pages) == len(self.groups.token_pools)
+        for pool, page in zip(self.groups.token_pools, checkpoint.tail_pages, strict=False):
             if page != NULL_PAGE:
                 self.owned[pool.name][page] += 1
                 assert pool.slab_of(page) in node.slabs
-        for group in self.keeper.local:
-            first = self.keeper.first_visible_block(group, checkpoint.position)
+        for group in self.groups.local:
+            first = self.groups.first_visible_block(group, checkpoint.position)
             self._hold_path(node, group, first, block)
         self._hold_states(checkpoint.states)
-        assert self.keeper.state_slabs(checkpoint.states) <= node.slabs
+        assert self.groups.state_slabs(checkpoint.states) <= node.slabs
 
     def _lease(self, lease: Lease) -> None:
         end, computed = lease.leaf.end, lease.computed
         assert 0 <= computed <= lease.num_tokens
         assert end == computed // self.size or lease.leaf.dead
-        lengths = {len(table) for table in lease.tables if table is not None}
+        lengths = {len(table) for table in lease.pages.tables if table is not None}
         assert len(lengths) <= 1
-        assert not lengths or lease.tail is not None or lengths.pop() >= -(-computed // self.size)
-        assert lease.step is not None or all((state is None) == (computed == 0) for state in lease.states)
-        for group, table in enumerate(lease.tables):
+        assert not lengths or lease.pages.tail is not None or lengths.pop() >= -(-computed // self.size)
+        assert lease.step is not None or all((state is None) == (computed == 0) for state in lease.pages.states)
+        for group, table in enumerate(lease.pages.tables):
             if table is None:
                 continue
-            pool = self.keeper.token_pools[group]
+            pool = self.groups.token_pools[group]
             path = make_pages(page for node in reversed([*lease.leaf.path()]) for page in node.pages[group] or ())
             own = make_pages(page for page in table[end:] if page != NULL_PAGE)
-            assert len(own) == len(table) - end or (group in self.keeper.local and _is_loading(lease))
-            assert all(pool.slab_of(page) in lease.slabs for page in own)
-            if group in self.keeper.local:
-                first = lease.local_first[group]
+            assert len(own) == len(table) - end or (group in self.groups.local and _is_loading(lease))
+            assert all(pool.slab_of(page) in lease.pages.slabs for page in own)
+            if group in self.groups.local:
+                first = lease.pages.local_first[group]
                 assert set(table[:first]) <= {NULL_PAGE}
                 self._hold_path(lease.leaf, group, first, end)
                 self.local[pool.name].update(own)
-                assert first == self.keeper.first_visible_block(group, computed)
+                assert first == self.groups.first_visible_block(group, computed)
                 held = [lease.leaf.at_block(b).pages[group] for b in range(first, end)]
                 assert list(table[first:end]) == [
                     pages[b - lease.leaf.at_block(b).start]
@@ -132,7 +135,7 @@ class _Recount:
             else:
                 assert table[:end] == path
                 self.owned[pool.name].update(own)
-        self._hold_states(lease.states)
+        self._hold_states(lease.pages.states)
         if lease.step is not None:
             self._hold_states(lease.step.old_states)
             for kept in lease.step.kept:
@@ -143,7 +146,7 @@ class _Recount:
             node = leaf.at_block(block)
             pages = node.pages[group]
             assert pages is not None
-            self.local[self.keeper.token_pools[group].name][pages[block - node.start]] += 1
+            self.local[self.groups.token_pools[group].name][pages[block - node.start]] += 1
 
     def _hold_states(self, states: list[State | None]) -> None:
         for group, state in enumerate(states):
@@ -152,7 +155,7 @@ class _Recount:
                 self.state_holds[state] += 1
 
     def _check_refs(self) -> None:
-        leaves = Counter(lease.leaf for lease in self.keeper.leases.values())
+        leaves = Counter(lease.leaf for lease in self.leases)
         cut_off = Counter(
             node.parent
             for node in self.nodes
@@ -160,7 +163,7 @@ class _Recount:
         )
         for node in self.nodes:
             assert node.refs == leaves[node] + cut_off[node]
-        holds = Counter(lease.tail for lease in self.keeper.leases.values() if lease.tail is not None)
+        holds = Counter(lease.pages.tail for lease in self.leases if lease.pages.tail is not None)
         for node in self.nodes:
             for checkpoint in node.checkpoints:
                 assert checkpoint.holds == holds[checkpoint]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.lease import Lease
-from hybridkv.cache.leasing import first_index
+from hybridkv.cache.pages import Pages
+from hybridkv.cache.prefix_cache import PrefixCache
 
 BadPages = dict[int, set[int]]
 """By group: page numbers."""
@@ -16,8 +16,9 @@ BadPages = dict[int, set[int]]
 class Invalid:
     """Some invalid pages, and what they spoil."""
 
-    def __init__(self, keeper: Keeper, tokens: BadPages, states: BadPages) -> None:
-        self.keeper = keeper
+    def __init__(self, prefixes: PrefixCache, tokens: BadPages, states: BadPages) -> None:
+        self.prefixes = prefixes
+        self.groups = prefixes.groups
         self.tokens = tokens
         self.states = states
 
@@ -29,28 +30,30 @@ class Invalid:
         return min([*self._in_tables(lease), *self._in_path(lease), *self._in_states(lease)], default=None)
 
     def _in_tables(self, lease: Lease) -> Iterator[int]:
-        size = self.keeper.layout.block_tokens
+        size = self.prefixes.block_tokens
         for group, bad in self.tokens.items():
-            table = lease.tables[group]
-            block = None if table is None else first_index(table, bad)
+            table = lease.pages.tables[group]
+            block = None if table is None else _first_index(table, bad)
             if block is not None:
                 yield block * size
-        if any(page in self.tokens.get(group, ()) for group, page in lease.copied):
+        if any(page in self.tokens.get(group, ()) for group, page in lease.pages.copied):
             yield lease.leaf.end * size
 
     def _in_states(self, lease: Lease) -> Iterator[int]:
         """A bad state at a position means that it must be computed from before that position."""
         before = max(0, lease.computed - 1)
-        if lease.tail is not None and self._is_bad(lease.tail):
+        if lease.pages.tail is not None and self._is_bad(lease.pages.tail):
             yield before
         if lease.step is None:
-            if self._has_bad_state(lease.states):
+            if self._has_bad_state(lease.pages.states):
                 yield before
             return
         written_over = lease.step.in_place and any(self._has_bad_state(kept.states) for kept in lease.step.kept)
         if written_over or self._has_bad_state(lease.step.old_states):
             yield before
-        elif self._has_bad_state(lease.states) or any(self._has_bad_state(kept.states) for kept in lease.step.kept):
+        elif self._has_bad_state(lease.pages.states) or any(
+            self._has_bad_state(kept.states) for kept in lease.step.kept
+        ):
             yield before if lease.step.in_place else lease.step.start
 
     def _in_path(self, lease: Lease) -> Iterator[int]:
@@ -58,21 +61,21 @@ class Invalid:
         for node in lease.leaf.path():
             block = self._first_bad_block(node)
             if block is not None:
-                yield block * self.keeper.layout.block_tokens
+                yield block * self.prefixes.block_tokens
             for checkpoint in node.checkpoints:
                 if checkpoint.position <= lease.computed and self._is_bad(checkpoint):
                     yield checkpoint.position
 
     def clear_pages(self) -> None:
         """Whoever has these pages next must not find what a failed load left there."""
-        for pools, by_group in ((self.keeper.token_pools, self.tokens), (self.keeper.state_pools, self.states)):
+        for pools, by_group in ((self.groups.token_pools, self.tokens), (self.groups.state_pools, self.states)):
             for group, bad in by_group.items():
                 for page in bad:
-                    self.keeper.arena.clear(pools[group], page)
+                    self.groups.arena.clear(pools[group], page)
 
     def cut_out(self, node: Node) -> None:
         """Take what is invalid, and all after it, out of the index."""
-        size = self.keeper.layout.block_tokens
+        size = self.prefixes.block_tokens
         bad = [checkpoint for checkpoint in node.checkpoints if self._is_bad(checkpoint)]
         position = min((checkpoint.position for checkpoint in bad), default=None)
         block = self._first_bad_block(node)
@@ -81,15 +84,15 @@ class Invalid:
         cut = min(node.end if block is None else block, node.end if position is None else position // size)
         if position is not None:
             for checkpoint in [c for c in node.checkpoints if c.position >= position and c.position // size <= cut]:
-                self.keeper.drop_checkpoint(checkpoint)
+                self.prefixes.drop_checkpoint(checkpoint)
         if cut >= node.end:
             for child in list(node.children.values()):
-                self.keeper.kill(child)
-            self.keeper.tidy(node)
+                self.prefixes.kill(child)
+            self.prefixes.tidy(node)
             return
         if cut > node.start:
-            self.keeper.index.split(node, cut - node.start)
-        self.keeper.kill(node)
+            self.prefixes.index.split(node, cut - node.start)
+        self.prefixes.kill(node)
 
     def _first_bad_block(self, node: Node) -> int | None:
         found = [
@@ -97,7 +100,7 @@ class Invalid:
             for group, bad in self.tokens.items()
             if node.parent is not None
             and (pages := node.pages[group]) is not None
-            and (index := first_index(pages, bad)) is not None
+            and (index := _first_index(pages, bad)) is not None
         ]
         return min(found, default=None)
 
@@ -111,3 +114,8 @@ class Invalid:
             for group, bad in self.states.items()
             for state in (states[group],)
         )
+
+
+def _first_index(pages: Pages, wanted: set[int]) -> int | None:
+    """Where the first of the wanted pages is."""
+    return next((i for i, page in enumerate(pages) if page in wanted), None)

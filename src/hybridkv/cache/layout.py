@@ -91,6 +91,11 @@ class CacheLayout:
         )
 
     @property
+    def needs_checkpoints(self) -> bool:
+        """Whether blocks alone cannot be resumed from."""
+        return bool(self.state_groups) or any(group.role is Role.LOCAL for group in self.token_groups)
+
+    @property
     def checkpoint_bytes(self) -> int:
         """What a checkpoint on a block boundary keeps at most, besides full-attention KV."""
         states = sum(group.page_bytes * group.pages_per_state for group in self.state_groups)

@@ -12,11 +12,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hybridkv.cache.arena import Arena
+from hybridkv.cache.compaction import Compactor
 from hybridkv.cache.index import Node, State
 from hybridkv.cache.lease import CacheError, Lease
-from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.packing import pack
 from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.pools import Pool, Slab
 
 
@@ -78,20 +79,23 @@ class Pin:
         assert self.ended is None
         assert self.lease.computed == self.num_tokens
         assert self._pages.tables.keys() == self.lease.named_tables.keys()
-        tail = self.lease.tail is not None and bool(self.lease.tail.tail_tokens)
+        tail = self.lease.pages.tail is not None and bool(self.lease.pages.tail.tail_tokens)
         for name, table in self.lease.named_tables.items():
             assert self._pages.tables[name][: len(table)] == table
             assert len(self._pages.tables[name]) == len(table) + tail
-        for pages, state in zip(self._pages.states.values(), self.lease.states, strict=True):
+        for pages, state in zip(self._pages.states.values(), self.lease.pages.states, strict=True):
             assert state is None or state.pages == pages
 
 
 class Pins:
     """The pins of one cache."""
 
-    def __init__(self, leasing: Leasing, clock: Callable[[], float]) -> None:
-        self.leasing = leasing
-        self.keeper = leasing.keeper
+    def __init__(self, placement: Placement, compactor: Compactor, clock: Callable[[], float]) -> None:
+        self.placement = placement
+        self.compactor = compactor
+        self.groups = placement.groups
+        self.running = placement.running
+        self.stats = placement.stats
         self.live: dict[int, Pin] = {}
         """By the id of their lease."""
         self._clock = clock
@@ -100,15 +104,14 @@ class Pins:
 
     def add(self, lease: Lease, ttl_seconds: float) -> Pin:
         """Pin what a lease holds, after moving it together."""
-        keeper = self.keeper
         self._pack(lease)
         expires_at = self._expiry(ttl_seconds)
-        pin = Pin(lease, expires_at, self._pages_of(lease), keeper.arena)
-        keeper.transfers[lease.id] = self.slabs_of(lease)
+        pin = Pin(lease, expires_at, self._pages_of(lease), self.groups.arena)
+        self.running.transfers[lease.id] = self.slabs_of(lease)
         self.live[lease.id] = pin
-        keeper.stats.pins += 1
+        self.stats.pins += 1
         try:
-            keeper.run_operations()
+            self.groups.run_operations()
         except BaseException:  # the memory layer failed, and the caller has no pin
             self.end(pin, PinState.UNPINNED)
             raise
@@ -122,8 +125,8 @@ class Pins:
         if pin.ended is None:
             pin.ended = state
             del self.live[pin.lease.id]
-            del self.keeper.transfers[pin.lease.id]
-            self.leasing.detach(pin.lease)
+            del self.running.transfers[pin.lease.id]
+            self.placement.detach(pin.lease)
 
     def expire(self) -> None:
         """End the pins whose time has passed."""
@@ -131,13 +134,13 @@ class Pins:
         if now < self._next_expiry:
             return
         for pin in [pin for pin in self.live.values() if pin.expires_at <= now]:
-            self.keeper.stats.pins_expired += 1
+            self.stats.pins_expired += 1
             self.end(pin, PinState.EXPIRED)
         self._next_expiry = min((pin.expires_at for pin in self.live.values()), default=math.inf)
 
     def break_off(self, lease: Lease) -> None:
         """Something that a pin's lease holds, or was derived from, is invalid."""
-        self.keeper.stats.pins_broken += 1
+        self.stats.pins_broken += 1
         self.end(self.live[lease.id], PinState.BROKEN)
 
     def _expiry(self, ttl_seconds: float) -> float:
@@ -148,13 +151,13 @@ class Pins:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _pages_of(self, lease: Lease) -> PinnedPages:
-        tail = lease.tail.tail_pages if lease.tail is not None else []
+        tail = lease.pages.tail.tail_pages if lease.pages.tail is not None else []
         tables = {}
-        for index, (group, table) in enumerate(zip(self.keeper.layout.token_groups, lease.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups.layout.token_groups, lease.pages.tables, strict=True)):
             if table is not None:
                 tables[group.name] = table + make_pages(tail[index : index + 1])
         states = {}
-        for group, state in zip(self.leasing.state_groups, lease.states, strict=True):
+        for group, state in zip(self.placement.state_groups, lease.pages.states, strict=True):
             states[group.name] = (NULL_PAGE,) * group.pages_per_state if state is None else state.pages
         return PinnedPages(tables, states)
 
@@ -163,35 +166,35 @@ class Pins:
 
     def _places(self, lease: Lease) -> Iterator[tuple[Pool, int]]:
         """Every page of a pin, with its pool."""
-        pages, keeper = self._pages_of(lease), self.keeper
-        for group, pool in zip(keeper.layout.token_groups, keeper.token_pools, strict=True):
+        pages = self._pages_of(lease)
+        for group, pool in zip(self.groups.layout.token_groups, self.groups.token_pools, strict=True):
             for page in pages.tables.get(group.name, ()):
                 if page != NULL_PAGE:
                     yield pool, page
-        for group, pool in zip(self.leasing.state_groups, keeper.state_pools, strict=True):
+        for group, pool in zip(self.placement.state_groups, self.groups.state_pools, strict=True):
             for page in pages.states[group.name]:
                 if page != NULL_PAGE:
                     yield pool, page
 
     def _pack(self, lease: Lease) -> None:
         """Move its pages together, but for those that steps in flight and other pins have in place."""
-        keeper, by_pool = self.keeper, dict[Pool, list[int]]()
+        arena, by_pool = self.groups.arena, dict[Pool, list[int]]()
         for pool, page in self._places(lease):
             by_pool.setdefault(pool, []).append(page)
-        fixed = keeper.transfer_slabs() | self._slabs_in_flight(lease)
+        fixed = self.running.transfer_slabs() | self._slabs_in_flight(lease)
         for pool, pages in by_pool.items():
-            pack(keeper.arena, pool, pages, fixed, keeper.pages_moved)
-        keeper.stats.pages_moved = keeper.arena.num_moves
+            pack(arena, pool, pages, fixed, self.compactor.pages_moved)
+        self.stats.pages_moved = arena.num_moves
 
     def _slabs_in_flight(self, lease: Lease) -> set[Slab]:
         """Slabs in which steps in flight use pages of this lease: the blocks they share, and states."""
-        keeper, nodes, states = self.keeper, set[Node](), set[State | None]()
-        for other in keeper.in_flight.values():
+        nodes, states = set[Node](), set[State | None]()
+        for other in self.running.in_flight.values():
             nodes.update(other.leaf.path())
             states.update(_states_of(other))
         shared = max((node.end for node in lease.leaf.path() if node in nodes), default=0)
-        slabs = keeper.state_slabs([state if state in states else None for state in lease.states])
-        for pool, table in zip(keeper.token_pools, lease.tables, strict=True):
+        slabs = self.groups.state_slabs([state if state in states else None for state in lease.pages.states])
+        for pool, table in zip(self.groups.token_pools, lease.pages.tables, strict=True):
             if table is not None:
                 slabs.update(pool.slab_of(page) for page in table[:shared] if page != NULL_PAGE)
         return slabs
@@ -200,7 +203,7 @@ class Pins:
 def _states_of(lease: Lease) -> Iterator[State | None]:
     """Those of a step in flight: before it, inside it and after it."""
     assert lease.step is not None
-    yield from lease.states
+    yield from lease.pages.states
     yield from lease.step.old_states
     for kept in lease.step.kept:
         yield from kept.states

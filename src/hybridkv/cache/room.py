@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
-from hybridkv.cache.lease import Lease, NoRoom, StepTables
+from hybridkv.cache.lease import Lease
+from hybridkv.cache.reclaim import NoRoom
+from hybridkv.cache.step_tables import StepTables
 
 
 def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoRoom:
@@ -17,7 +19,7 @@ def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoR
         most = min(num_tokens, lease.num_tokens - lease.computed)
         while isinstance(step := cache.extend(lease, most), NoRoom) and most > 1:
             most //= 2
-        if not isinstance(step, NoRoom) or lease.tail is None:
+        if not isinstance(step, NoRoom) or lease.pages.tail is None:
             return step
         cache.rollback(lease, lease.computed - 1)
 

@@ -5,53 +5,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.index import State, null_pages
-from hybridkv.cache.lease import InFlight, Kept, Lease, Loaded, NoRoom, Segment, StepTables
-from hybridkv.cache.leasing import Leasing
+from hybridkv.cache.lease import InFlight, Kept, Lease
+from hybridkv.cache.lease_pages import LeasePages
 from hybridkv.cache.pages import NULL_PAGE
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import Kind
+from hybridkv.cache.reclaim import NoRoom, Reclaimer
+from hybridkv.cache.step_tables import Loaded, Segment, StepTables
 
 _EVICTIONS_FOR_CHECKPOINTS = 8
 """What may go for the sake of new checkpoints inside a step; they must not empty the cache."""
 
 
 class Sending:
-    """Steps that leave, of the leases of one `Leasing`."""
+    """Steps that leave, of the leases of one `Placement`."""
 
-    def __init__(self, leasing: Leasing) -> None:
-        self.leasing = leasing
-        self.keeper = leasing.keeper
-        self.block_tokens = leasing.block_tokens
-        self.state_groups = leasing.state_groups
-        self._state_names = [group.name for group in leasing.state_groups]
+    def __init__(self, placement: Placement, reclaimer: Reclaimer) -> None:
+        self.placement = placement
+        self.reclaimer = reclaimer
+        self.groups = placement.groups
+        self.arena = placement.groups.arena
+        self.running = placement.running
+        self.block_tokens = placement.block_tokens
+        self.state_groups = placement.state_groups
+        self._state_names = [group.name for group in placement.state_groups]
 
     def send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
         """A step that computes the tokens from `start` up to `end`. `num_known`: without its drafts."""
-        keeper = self.keeper
-        kept = [p for p in lease.keeps if p <= end] if lease.keeps else lease.keeps
-        num_blocks = -(-end // self.block_tokens) - self._num_table_blocks(lease) if lease.named_tables else 0
-        if num_blocks > 0 or kept or (lease.states and True in self._fresh_states(lease, may_cut)):
+        pages, ahead = lease.pages, lease.plan.ahead
+        kept = [p for p in ahead if p <= end] if ahead else ahead
+        num_blocks = -(-end // self.block_tokens) - pages.num_blocks if pages.named_tables else 0
+        if num_blocks > 0 or kept or (pages.states and True in self._fresh_states(lease, may_cut)):
             room = self._room_for(lease, max(0, num_blocks), may_cut, kept, end)
             if isinstance(room, NoRoom):
                 return room
             if num_blocks > 0:
                 self._add_blocks(lease, num_blocks)
-            self.leasing.settle_tail(lease)
+            self.placement.settle_tail(lease)
             chains = self._add_segments(lease, start, end, num_known, room, may_cut)
             segments = dict(zip(self._state_names, chains, strict=True))
         else:
             segments = self._decode_segments(lease, start, end, num_known)
-        keeper.in_flight[lease.id] = lease
-        keeper.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
-        tables = {name: table[:] for name, table in lease.named_tables.items()}  # theirs to keep; ours go on changing
+        self.running.in_flight[lease.id] = lease
+        self.groups.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
+        tables = {name: table[:] for name, table in pages.named_tables.items()}  # theirs to keep; ours go on changing
         return StepTables(start, end, self.block_tokens, tables, segments)
 
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """A step whose tokens from `start` up to `first` are loaded; there, a state is kept for others to find."""
-        keeps = lease.keeps
-        kept = [p for p in keeps if first <= p <= end]
-        if self.keeper.needs_checkpoints and first % self.block_tokens == 0:
+        pages = lease.pages
+        kept = [p for p in lease.plan.ahead if first <= p <= end]
+        if self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0:
             kept = sorted({first, *kept})
-        num_blocks = max(0, -(-end // self.block_tokens) - self._num_table_blocks(lease)) if lease.named_tables else 0
+        num_blocks = max(0, -(-end // self.block_tokens) - pages.num_blocks) if pages.named_tables else 0
         unseen = self._unseen_blocks(lease, num_blocks, first)
         room = self._room_for(lease, num_blocks, True, kept, end, unseen)
         if isinstance(room, NoRoom):
@@ -59,79 +65,73 @@ class Sending:
         if self._state_names and first < end and first not in room:
             return NoRoom("no page for the state that is loaded")
         if first in kept:
-            lease.wanted.setdefault(first, Kind.BRANCH)
+            lease.plan.want(first, Kind.BRANCH)
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
-        self.leasing.settle_tail(lease)
+        self.placement.settle_tail(lease)
         chains = self._add_segments(lease, start, end, lease.num_tokens, room, True)
         assert lease.step is not None
         lease.step.loaded_to = first
-        lease.keeps = [p for p in keeps if p > first]
-        self.keeper.in_flight[lease.id] = lease
-        self.keeper.run_operations()
+        lease.plan.advance(first)
+        self.running.in_flight[lease.id] = lease
+        self.groups.run_operations()
         loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)})
         segments = {name: chain[1:] for name, chain in zip(self._state_names, chains, strict=True)}
-        tables = {name: table[:] for name, table in lease.named_tables.items()}
+        tables = {name: table[:] for name, table in pages.named_tables.items()}
         return StepTables(first, end, self.block_tokens, tables, segments, loaded)
 
     # --- room and pages -----------------------------------------------------------------------------------------------
 
-    def _num_table_blocks(self, lease: Lease) -> int:
-        """Blocks the lease has pages for, in every group it uses."""
-        for table in lease.named_tables.values():
-            return len(table)
-        return 0
-
     def _fresh_states(self, lease: Lease, may_cut: bool) -> list[bool]:
         """By state group: whether the step must write to a new page, since others count on the present one."""
-        return [state is None or state.refs > 1 or may_cut for state in lease.states]
+        return [state is None or state.refs > 1 or may_cut for state in lease.pages.states]
 
     def _unseen_blocks(self, lease: Lease, num_blocks: int, position: int) -> list[int]:
         """By token group: how many of the next blocks nobody sees who goes on from `position`."""
-        first, unseen = self._num_table_blocks(lease), [0] * len(lease.tables)
-        for group in self.keeper.local:
-            unseen[group] = min(num_blocks, max(0, self.keeper.first_visible_block(group, position) - first))
+        first, unseen = lease.pages.num_blocks, [0] * len(lease.pages.tables)
+        for group in self.groups.local:
+            unseen[group] = min(num_blocks, max(0, self.groups.first_visible_block(group, position) - first))
         return unseen
 
     def _room_for(
         self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int, unseen: Sequence[int] = ()
     ) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
-        keeper = self.keeper
-        fresh, needs = self._fresh_states(lease, may_cut), self.leasing.needs
+        make_room = self.reclaimer.make_room
+        fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0
         most = _EVICTIONS_FOR_CHECKPOINTS
-        if num_inside and keeper.make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:
+        if num_inside and make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:
             return kept
-        while (no_room := keeper.make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
+        while (no_room := make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
             before, fresh = fresh, self._fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
                 return no_room
         if not num_inside:
             return kept
-        keeper.make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most)
+        make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most)
         num_fit = num_inside
-        while not keeper.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
+        while not self.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
             num_fit -= 1
-        keeper.stats.checkpoints_skipped += num_inside - num_fit
+        self.placement.stats.checkpoints_skipped += num_inside - num_fit
         return kept[num_inside - num_fit :]  # the last ones: most is computed before them
 
     def _add_blocks(self, lease: Lease, num_blocks: int, unseen: Sequence[int] = ()) -> None:
-        keeper = self.keeper
-        for group, table in enumerate(lease.tables):
+        pages = lease.pages
+        for group, table in enumerate(pages.tables):
             if table is None:
                 continue
             skipped = unseen[group] if unseen else 0
-            pages = keeper.arena.take(keeper.token_pools[group], num_blocks - skipped, lease.slabs)
-            table += null_pages(skipped) + pages if skipped else pages
-            if lease.tail is not None and not skipped:
-                self._copy_tail(lease, group, lease.tail.tail_pages[group], pages[0])
+            added = self.arena.take(self.groups.token_pools[group], num_blocks - skipped, pages.slabs)
+            table += null_pages(skipped) + added if skipped else added
+            if pages.tail is not None and not skipped:
+                self._copy_tail(pages, group, pages.tail.tail_pages[group], added[0])
 
-    def _copy_tail(self, lease: Lease, group: int, tail_page: int, page: int) -> None:
-        pool = self.keeper.token_pools[group]
-        self.keeper.arena.copy(pool, tail_page, page)
-        lease.copied.append((group, tail_page))
-        lease.slabs.add(pool.slab_of(tail_page))
+    def _copy_tail(self, pages: LeasePages, group: int, tail_page: int, page: int) -> None:
+        pool = self.groups.token_pools[group]
+        self.arena.copy(pool, tail_page, page)
+        pages.copied.append((group, tail_page))
+        pages.slabs.add(pool.slab_of(tail_page))
 
     def _add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
@@ -157,9 +157,9 @@ class Sending:
             in_place=False in fresh,
             kept=[Kept(p, [chain[i] for chain in chains]) for i, p in enumerate(bounds, 1) if p in kept],
         )
-        lease.states = [chain[-1] for chain in chains]
+        lease.pages.states = [chain[-1] for chain in chains]
         if end in kept:
-            for state in lease.states:
+            for state in lease.pages.states:
                 assert state is not None
                 state.refs += 1
         return segments
@@ -176,18 +176,18 @@ class Sending:
         """The common case of `_add_segments`: every state in place, nothing kept."""
         lease.step = InFlight(start, end, num_known, [None] * len(self.state_groups), bool(self.state_groups), [])
         segments = {}
-        for group, state in zip(self.state_groups, lease.states, strict=True):
+        for group, state in zip(self.state_groups, lease.pages.states, strict=True):
             assert state is not None
             segments[group.name] = [Segment(start, end, state.pages, state.pages)]
         return segments
 
     def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
         """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
-        state = lease.states[group]
-        keeper, size = self.keeper, self.state_groups[group].pages_per_state
+        state = lease.pages.states[group]
+        size = self.state_groups[group].pages_per_state
         chain: list[State | None] = [state] if fresh else [state, state]
         count = size * (length + 1 - len(chain))
-        pages = tuple(keeper.arena.take(keeper.state_pools[group], count, lease.slabs)) if count else ()
+        pages = tuple(self.arena.take(self.groups.state_pools[group], count, lease.pages.slabs)) if count else ()
         for first in range(0, count, size):
             chain.append(State(pages[first : first + size]))
         return chain

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hybridkv.cache.policy import Numbers
 
 
-class Ghost(NamedTuple):
+class Eviction(NamedTuple):
     """What is remembered of something that was evicted."""
 
     position: int
@@ -21,24 +21,24 @@ class Ghost(NamedTuple):
     is_superseded: bool
 
 
-class Ghosts:
+class EvictionLog:
     """A bounded number of them; the oldest are forgotten first."""
 
     def __init__(self, limit: int = 1 << 16) -> None:
         self._limit = limit
-        self._by_key: OrderedDict[bytes, Ghost] = OrderedDict()
+        self._by_key: OrderedDict[bytes, Eviction] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def remember(self, key: bytes, ghost: Ghost) -> None:
+    def remember(self, key: bytes, eviction: Eviction) -> None:
         self._by_key.pop(key, None)
-        self._by_key[key] = ghost
+        self._by_key[key] = eviction
         if len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
 
-    def recall(self, keys: Sequence[bytes]) -> Ghost | None:
-        """The deepest ghost among consecutive blocks, which is no ghost any more."""
+    def recall(self, keys: Sequence[bytes]) -> Eviction | None:
+        """The deepest eviction among consecutive blocks; its entry is removed."""
         if self._by_key.keys().isdisjoint(keys):  # quick, and nearly always so
             return None
         deepest = next(key for key in reversed(keys) if key in self._by_key)
