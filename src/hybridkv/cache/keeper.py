@@ -204,6 +204,7 @@ class Keeper:
                 gone = set(freed)
                 pages[start:end] = make_pages(NULL_PAGE if page in gone else page for page in run)
             self.arena.give_back(pool, freed)
+            self.index.changed()
             if not any(pages):
                 node.pages[group] = None
 
@@ -256,6 +257,7 @@ class Keeper:
         for group in () if has_local else self.local:
             self.hold_local(node, group, self.first_visible_block(group, checkpoint.position), block)
         node.add_checkpoint(checkpoint)
+        self.index.changed()
         node.hold_slabs(self.state_slabs(checkpoint.states))
         checkpoint.last_used = self.history.clock
         checkpoint.turn, checkpoint.new_tokens = lease.turn, checkpoint.position - lease.continued_from
@@ -273,6 +275,7 @@ class Keeper:
         node = checkpoint.node
         assert node is not None
         node.checkpoints.remove(checkpoint)
+        self.index.changed()
         checkpoint.node = None
         self._queue.withdraw(checkpoint)
         block = checkpoint.position // self.layout.block_tokens

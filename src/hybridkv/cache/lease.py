@@ -11,6 +11,7 @@ from hybridkv.cache.index import Checkpoint, Node, State
 from hybridkv.cache.pages import Pages, make_pages
 from hybridkv.cache.policy import Kind, Numbers
 from hybridkv.cache.pools import Slab
+from hybridkv.cache.resume import Found
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 from hybridkv.errors import HybridKVError
 
@@ -263,3 +264,5 @@ class Match(NamedTuple):
     """A running request that computes more of the same prefix right now, or the same again for want of a state."""
     leader_tokens: int
     """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""
+    found: Found
+    """The place in the index: `begin` need not look for it again."""

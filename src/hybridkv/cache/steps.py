@@ -176,6 +176,7 @@ class Steps:
             keeper.arena.give_back(pool, spare)
             if len(spare) < len(mine):
                 theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
+                keeper.index.changed()
                 node.hold_slabs(lease.slabs)
                 if group in keeper.local:
                     theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
