@@ -130,3 +130,41 @@ def test_keys_differ_in_salt_extra_keys_and_taps() -> None:
     keys = {lookup_key(), lookup_key("a"), lookup_key(extra_keys=["a"]), lookup_key("a", ["a"]), lookup_key(taps=["a"])}
     assert len(keys) == 5
     assert lookup_key("a", ["b"], ["c"]) == lookup_key("a", ("b",), ("c",))
+
+
+def test_the_end_of_a_run_that_was_evicted_outdates_matches() -> None:
+    cache = sim(FULL, num_slabs=6)
+    cache.serve(tokens(480))
+    lease = cache.cache.begin(tokens(240, 9))
+    match = cache.cache.match(tokens(490))
+    assert match.num_tokens == 480
+    assert cache.extend(lease, 240) is not None
+    assert not match.found.is_current
+    assert cache.cache.begin(tokens(490), match=match).computed == 240
+
+
+def test_a_cut_outdates_matches_and_so_does_its_end() -> None:
+    cache = sim(FULL)
+    cache.serve(PROMPT)
+    match = cache.cache.match(PROMPT)
+    lease = cache.cache.begin(PROMPT[:96] + tokens(9, 2))
+    assert not match.found.is_current
+    match = cache.cache.match(PROMPT)
+    cache.cache.abort(lease)
+    assert not match.found.is_current
+
+
+@pytest.mark.parametrize("way", ["invalid", "reset"])
+def test_what_is_dead_is_not_found_although_a_step_in_flight_keeps_it(way: str) -> None:
+    cache = sim(FULL)
+    lease = cache.cache.begin(PROMPT)
+    assert cache.compute(lease, 160)
+    assert cache.extend(lease, 20) is not None
+    match = cache.cache.match(PROMPT)
+    assert match.num_tokens == 160
+    if way == "invalid":
+        cache.cache.invalidate({"full": [lease.named_tables["full"][0]]})
+    else:
+        cache.cache.reset()
+    assert not match.found.is_current
+    assert cache.cache.begin(PROMPT, match=match).computed == 0

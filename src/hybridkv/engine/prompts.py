@@ -24,7 +24,7 @@ class Ids:
     """int32, little-endian."""
     lowest: int
     highest: int
-    """Both are 0 if there are no ids."""
+    """0, as the lowest is, if there are no ids."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +100,7 @@ def _scan(packed: bytes, token_ids: Sequence[int] | npt.NDArray[Any]) -> tuple[i
             if type(token_ids[position]) is bool:
                 what = f"token id {token_ids[position]} at position {position}"
                 raise HybridKVError(f"{what}: a boolean is no id; pass whole numbers")
-    return int(ids.min(initial=0)), int(ids.max(initial=0))
+    return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
 
 
 def _ids_of(token_ids: Any) -> Ids:
