@@ -13,17 +13,18 @@ import hybridkv.engine.prompts
 import hybridkv.engine.request
 from hybridkv.cache import Cache
 from hybridkv.cache.index import Index
+from hybridkv.cache.tokens import pack_tokens
 
 
 def count_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts from now on: `packs`, `scans`, `matches` and `walks`. Single tokens are sampled ones, and do not count."""
     counts: Counter[str] = Counter()
     prompts = hybridkv.engine.prompts
-    pack, scan, match, walk = prompts.pack_tokens, prompts._scan, Cache.match, Index.walk
+    scan, match, walk = prompts._scan, Cache.match, Index.walk
 
     def counted_pack(tokens: Any) -> bytes:
         counts["packs"] += not isinstance(tokens, bytes) and len(tokens) > 1
-        return pack(tokens)
+        return pack_tokens(tokens)
 
     def counted_scan(*args: Any) -> Any:
         counts["scans"] += 1

@@ -123,7 +123,7 @@ def test_a_waiting_sample_has_one_buffer() -> None:
 
 def test_a_prompt_is_its_ids_and_its_breakpoints() -> None:
     ids = [5, 6, 7]
-    one = Prompt(ids, [np.int64(2)])
+    one = Prompt(ids, np.array([2]))
     ids.append(8)
     assert (one.token_ids, one.num_tokens, one.breakpoints) == ([5, 6, 7], 3, (2,))
     assert one == Prompt(np.array([5, 6, 7]), (2,)) != Prompt([5, 6, 7])
