@@ -11,12 +11,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from hybridkv.cache import POLICIES, Cache, CacheGroup, CacheLayout, Lease, NoRoom, Pin, PinnedPages, PinState, Role
+from hybridkv.cache import (
+    POLICIES,
+    Cache,
+    CacheGroup,
+    CacheLayout,
+    Lease,
+    LookupKey,
+    Match,
+    NoRoom,
+    Pin,
+    PinnedPages,
+    PinState,
+    Role,
+    lookup_key,
+)
 from hybridkv.cache.index import State
 from hybridkv.cache.lease import InFlight
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.cache.running import Pinned
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache.tokens import pack_tokens
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value
 
@@ -115,6 +129,8 @@ class Fuzz:
         """By lease: its step in flight, and where its pages are."""
         self.ended: list[list[int]] = []
         """Requests that left a checkpoint: something to pin."""
+        self.looked: list[tuple[list[int], LookupKey, Match]] = []
+        """Requests that have been looked up and have yet to begin: matches of any age."""
         self.texts: list[list[int]] = [[]]
         self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
         self.naive: Naive | None = Naive()
@@ -125,6 +141,7 @@ class Fuzz:
         """One random verb, then all checks."""
         verbs = [
             *[self.begin] * 4,
+            *[self.look] * 2,
             *[self.extend] * 8,
             *[self.load] * 2,
             *[self.commit] * 8,
@@ -154,6 +171,8 @@ class Fuzz:
         assert not self.sim.reachable_taint()
         self._check_pins()
         self._check_flying()
+        for _, key, match in self.looked:
+            self._check_match(key, match)
 
     def _check_flying(self) -> None:
         """Pages of a step in flight are where they were."""
@@ -181,26 +200,39 @@ class Fuzz:
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Match now, begin some other time."""
+        if len(self.looked) < 8:
+            tokens, key = self._prompt(), self._key()
+            self.looked.append((tokens, key, self.cache.match(tokens, key)))
+
+    def _check_match(self, key: LookupKey, match: Match) -> None:
+        """A match that would be used finds what a new one finds."""
+        if match.found.is_current:
+            now = self.cache.match(match.found.tokens, key)
+            assert (now.found.path, now.found.resume) == (match.found.path, match.found.resume)
+
     def begin(self) -> None:
         if len(self.idle) + len(self.flying) >= 8:
             return
-        tokens = self._prompt()
-        salt = self.chance.choice(["", "", "", "x"])
-        taps = [tap for tap in self.taps if self.chance.one_in(3)]
+        tokens, key, old = self._prompt(), self._key(), None
+        if self.looked and self.chance.one_in(2):
+            tokens, key, old = self.looked.pop(self.chance.integer(0, len(self.looked) - 1))
+            self.counts["used match"] = self.counts.get("used match", 0) + old.found.is_current
         assert len(self.cache.pins) <= len(self.pins)  # expires pins, as begin will: what only they held is gone then
-        match = self.cache.match(tokens, salt=salt, taps=taps)
-        expected = self.sim.brute_force_resume(pack_tokens(tokens), root_key(salt), taps)
+        match = self.cache.match(tokens, key)
+        expected = self.sim.brute_force_resume(pack_tokens(tokens), key.root, key.taps)
         assert match.num_tokens == expected
-        if self.naive is not None and not taps:
-            key, packed = root_key(salt), pack_tokens(tokens)
-            assert match.num_tokens >= self.naive.resumable(key, packed)
+        if self.naive is not None and not key.taps:
+            packed = pack_tokens(tokens)
+            assert match.num_tokens >= self.naive.resumable(key.root, packed)
             if any(group.role is Role.FULL for group in self.layout.token_groups):
-                assert match.matched_tokens == self.naive.matched(key, packed)
+                assert match.matched_tokens == self.naive.matched(key.root, packed)
         if self.chance.one_in(2):
             self.cache.follow(match)
         breakpoints = [self.chance.integer(1, len(tokens))] if self.chance.one_in(3) else []
-        lease = self.cache.begin(tokens, salt=salt, taps=taps, breakpoints=breakpoints)
-        assert lease.cached_tokens == expected
+        lease = self.cache.begin(tokens, key, breakpoints=breakpoints, match=old)
+        assert (lease.cached_tokens, lease.matched_tokens) == (expected, match.matched_tokens)
         self.idle.append(lease)
 
     def extend(self) -> None:
@@ -323,9 +355,9 @@ class Fuzz:
             return
         tokens = self.chance.choice(self.ended) if self.ended and not self.chance.one_in(4) else self._prompt()
         limit = self.chance.integer(0, len(tokens)) if self.chance.one_in(3) else len(tokens)
-        taps = [tap for tap in self.taps if self.chance.one_in(4)]
-        expected = self.sim.brute_force_resume(pack_tokens([*tokens[:limit], 0]), root_key(""), taps)
-        pin = self.cache.pin(tokens, self.chance.integer(1, 5), limit=limit, taps=taps)
+        key = lookup_key(taps=[tap for tap in self.taps if self.chance.one_in(4)])
+        expected = self.sim.brute_force_resume(pack_tokens([*tokens[:limit], 0]), key.root, key.taps)
+        pin = self.cache.pin(tokens, self.chance.integer(1, 5), key, limit=limit)
         assert pin.num_tokens == expected
         self.pins.append(pin)
         self.counts["pinned"] = self.counts.get("pinned", 0) + bool(expected)
@@ -425,6 +457,10 @@ class Fuzz:
             self.texts[self.chance.integer(1, 11)] = text
         return text
 
+    def _key(self) -> LookupKey:
+        salt = self.chance.choice(["", "", "", "x"])
+        return lookup_key(salt, taps=[tap for tap in self.taps if self.chance.one_in(3)])
+
     def _pick_idle(self) -> Lease | None:
         return self.chance.choice(self.idle) if self.idle else None
 
@@ -434,7 +470,7 @@ class Fuzz:
         usable = keep and position and not lease.leaf.dead
         self.idle.remove(lease)
         self.cache.release(lease, keep=keep)
-        if usable and key == root_key(""):
+        if usable and key == lookup_key().root:
             self.ended = [*self.ended[-5:], list(array("i", tokens))]
         if usable and self.naive is not None:
             self.naive.ended(key, tokens, position)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import NULL_PAGE, CacheError, CacheGroup, Lease, NoRoom, Role
+from hybridkv.cache import NULL_PAGE, CacheError, CacheGroup, Lease, NoRoom, Role, lookup_key
 from tests.cache.sim import Sim
 from tests.cache.test_named import FULL, MIXES, STATE, sim, tokens, window
 
@@ -154,7 +154,7 @@ def test_loads_that_make_no_sense_are_refused(num_tokens: int, num_loaded: int, 
 
 def test_drafts_and_taps_cannot_be_loaded() -> None:
     cache = sim(FULL, CacheGroup("tap", Role.TAP, 2))
-    lease = cache.cache.begin(PROMPT, taps=["tap"])
+    lease = cache.cache.begin(PROMPT, lookup_key(taps=["tap"]))
     with pytest.raises(CacheError, match="no taps"):
         cache.cache.extend(lease, AT, num_loaded=AT)
     other = begin(cache)

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, footprint
+from hybridkv.cache import (
+    CacheGroup,
+    CacheLayout,
+    Lease,
+    NoRoom,
+    PromptFacts,
+    Role,
+    StepTables,
+    ZeroSlab,
+    footprint,
+    lookup_key,
+)
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.pages import make_pages
 from hybridkv.cache.policy import PromptEndBranchesGrid
@@ -222,7 +233,7 @@ def test_allocation_fills_the_fullest_slabs_first() -> None:
 
 def test_tables_survive_a_round_trip() -> None:
     sim = make_sim()
-    lease = sim.cache.begin(tokens(30), taps=["tap"], breakpoints=[8, 16])
+    lease = sim.cache.begin(tokens(30), lookup_key(taps=["tap"]), breakpoints=[8, 16])
     step = sim.cache.extend(lease, 30)
     assert isinstance(step, StepTables)
     assert [(s.start, s.end) for s in step.segments["state"]] == [(0, 8), (8, 16), (16, 28), (28, 30)]
@@ -301,7 +312,7 @@ def test_nothing_is_evicted_for_a_step_that_finds_no_room_anyway() -> None:
 def test_blocks_without_tapped_states_do_not_count_as_held() -> None:
     groups = [CacheGroup("full", Role.FULL, 1), CacheGroup("tap0", Role.TAP, 1, pool="taps")]
     sim = Sim(CacheLayout.of(groups, block_tokens=4, num_slabs=25))
-    tapped = sim.cache.begin(tokens(4), taps=["tap0"])
+    tapped = sim.cache.begin(tokens(4), lookup_key(taps=["tap0"]))
     assert sim.compute(tapped)
     sim.cache.release(tapped, keep=False)
     running = sim.prompt(tokens(4) + tokens(40, 1))  # its first block has a tapped state, the others have none

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role, ZeroPage
+from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role, ZeroPage, lookup_key
 from hybridkv.cache.index import State
 from hybridkv.cache.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
@@ -153,12 +153,12 @@ def test_windows_release_what_they_no_longer_see() -> None:
 
 def test_salts_and_extra_keys_never_meet() -> None:
     cache = sim(FULL, STATE)
-    cache.serve(tokens(100), salt="a")
+    cache.serve(tokens(100), key=lookup_key("a"))
     assert cache.serve(tokens(100)) == 0
-    assert cache.serve(tokens(100), salt="b") == 0
-    assert cache.serve(tokens(100), extra_keys=["a"]) == 0
-    assert cache.serve(tokens(100), salt="a", extra_keys=["x"]) == 0
-    assert cache.serve(tokens(100), salt="a") == 96
+    assert cache.serve(tokens(100), key=lookup_key("b")) == 0
+    assert cache.serve(tokens(100), key=lookup_key(extra_keys=["a"])) == 0
+    assert cache.serve(tokens(100), key=lookup_key("a", ["x"])) == 0
+    assert cache.serve(tokens(100), key=lookup_key("a")) == 96
 
 
 def test_in_flight_duplicates_share_one_copy() -> None:
@@ -241,11 +241,11 @@ def test_taps_are_only_for_those_who_ask() -> None:
     cache.serve(tokens(100))
     assert cache.cache.pages_in_use()["taps"] == 0
     assert cache.cache.match(tokens(100)).num_tokens == 96
-    assert cache.cache.match(tokens(100), taps=["tap3"]).missing == "tap_missing"
-    assert cache.serve(tokens(100), taps=["tap3"]) == 0
-    assert cache.serve(tokens(100), taps=["tap3"]) == 96
-    assert cache.serve(tokens(100), taps=["tap3", "tap7"]) == 0
-    assert cache.serve(tokens(100), taps=["tap7"]) == 96
+    assert cache.cache.match(tokens(100), lookup_key(taps=["tap3"])).missing == "tap_missing"
+    assert cache.serve(tokens(100), key=lookup_key(taps=["tap3"])) == 0
+    assert cache.serve(tokens(100), key=lookup_key(taps=["tap3"])) == 96
+    assert cache.serve(tokens(100), key=lookup_key(taps=["tap3", "tap7"])) == 0
+    assert cache.serve(tokens(100), key=lookup_key(taps=["tap7"])) == 96
     assert cache.serve(tokens(100)) == 96
 
 
@@ -487,7 +487,7 @@ def test_block_names_depend_on_everything_before_them() -> None:
     one, two = sim(FULL, event_limit=9), sim(FULL, event_limit=9)
     names = []
     for cache, text, salt in ((one, tokens(64), ""), (two, tokens(64), ""), (two, tokens(64), "x")):
-        cache.serve(text, salt=salt)
+        cache.serve(text, key=lookup_key(salt))
         names.append([key for event in cache.cache.take_events() for key in event.keys])
     assert names[0] == names[1]
     assert set(names[0]).isdisjoint(names[2])
@@ -500,7 +500,7 @@ def test_misuse_is_refused_with_a_reason() -> None:
     lease = cache.cache.begin(tokens(40))
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: cache.cache.begin([]), "at least one token"),
-        (lambda: cache.cache.begin([1], taps=["full"]), "no tap 'full'"),
+        (lambda: cache.cache.begin([1], lookup_key(taps=["full"])), "no tap 'full'"),
         (lambda: cache.cache.extend(lease, 41), "cannot extend by 41"),
         (lambda: cache.cache.extend(lease, 0), "cannot extend by 0"),
         (lambda: cache.cache.commit(lease), "nothing to commit"),
@@ -532,7 +532,7 @@ def test_misuse_is_refused_with_a_reason() -> None:
 def test_salts_leave_no_roots_behind() -> None:
     cache = sim(FULL, STATE, num_slabs=14)
     for number in range(200):
-        cache.serve(tokens(60), salt=str(number))
+        cache.serve(tokens(60), key=lookup_key(str(number)))
     assert len(cache.cache._prefixes.index.roots) < 12
 
 
@@ -714,7 +714,7 @@ def test_the_books_do_not_grow_with_the_number_of_requests() -> None:
     cache = sim(FULL, STATE, num_slabs=200)
     cache.serve(tokens(40))
     for number in range(3000):
-        cache.cache.abort(cache.cache.begin(tokens(40), salt=str(number % 3)))
+        cache.cache.abort(cache.cache.begin(tokens(40), lookup_key(str(number % 3))))
     prefixes = cache.cache._prefixes
     assert len(prefixes.queue) < 10
     assert len(prefixes.history.log) == 0

@@ -22,7 +22,7 @@ from hybridkv.cache import (
     PromptFacts,
     Role,
 )
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache.tokens import lookup_key, pack_tokens
 from tests.cache.sim import Sim
 from tests.cache.test_named import FULL, MIXES, STATE, sim, tokens, window
 
@@ -129,10 +129,10 @@ def test_a_pin_that_is_renewed_lasts_from_then_on() -> None:
 def test_the_pages_of_a_pin_are_all_that_a_consumer_needs(name: str, limit: int | None) -> None:
     cache = sim(*MIXES[name], TAP)
     text = tokens(130)
-    cache.serve(text[:100], text[100:], taps=["tap3"], breakpoints=[16, 80])
+    cache.serve(text[:100], text[100:], key=lookup_key(taps=["tap3"]), breakpoints=[16, 80])
     for taps in ([], ["tap3"]):
-        pin = cache.cache.pin(text, 60, limit=limit, taps=taps)
-        expected = cache.brute_force_resume(pack_tokens([*text[:limit], 0]), root_key(""), taps)
+        pin = cache.cache.pin(text, 60, lookup_key(taps=taps), limit=limit)
+        expected = cache.brute_force_resume(pack_tokens([*text[:limit], 0]), lookup_key("").root, taps)
         assert pin.num_tokens == expected
         assert limit is not None or pin.num_tokens == 129
         assert ("tap3" in pin.pages.tables) == bool(taps)

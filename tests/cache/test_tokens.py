@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.cache import Cache, CacheGroup, CacheLayout, Role
-from hybridkv.cache.tokens import ANCHOR_BLOCKS, anchor_block, block_keys, pack_tokens, root_key
+from hybridkv.cache.tokens import ANCHOR_BLOCKS, anchor_block, block_keys, lookup_key, pack_tokens
 
 BLOCK = 4 * 16
-ROOT = root_key("tenant")
+ROOT = lookup_key("tenant").root
 PROMPT = bytearray(pack_tokens(list(range(16 * 70))))
 
 
@@ -47,14 +47,14 @@ def test_a_changed_byte_changes_all_names_from_its_block_on(position: int) -> No
 
 
 def test_roots_share_no_names() -> None:
-    assert set(names(40)).isdisjoint(names(40, root=root_key("other")))
+    assert set(names(40)).isdisjoint(names(40, root=lookup_key("other").root))
     assert len(set(names(70))) == 70
 
 
 def test_what_is_published_in_pieces_has_the_names_of_the_whole_prompt() -> None:
     layout = CacheLayout.of([CacheGroup("full", Role.FULL, 8)], block_tokens=16, num_slabs=40)
     cache = Cache(layout, run_operations=lambda operations: None, event_limit=100)
-    lease = cache.begin(bytes(PROMPT), salt="tenant")
+    lease = cache.begin(bytes(PROMPT), lookup_key("tenant"))
     for num_tokens in (16 * 5, 16 * 20, 16, 16 * 30, 16 * 14):
         assert cache.extend(lease, num_tokens)
         cache.commit(lease)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hybridkv.cache import Cache, CacheLayout
+from hybridkv.cache import Cache, CacheLayout, lookup_key
 from hybridkv.cache.tokens import TOKEN_BYTES
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.loading import load
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import Runner, Work
 from hybridkv.engine.seams import Frame
@@ -111,8 +112,16 @@ class Driver:
         self._computed: list[Computed] = []
         self._num_waiting = 0
 
-    def add(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> None:
-        self.core.add(name, prompt, params, **options)
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        breakpoints: Sequence[int] = (),
+        **key: Any,
+    ) -> None:
+        self.core.add(name, Prompt(prompt, breakpoints), params, lookup_key(**key))
 
     def step(self) -> list[Update]:
         """One step, checked."""

@@ -92,10 +92,8 @@ def test_breakpoints_that_are_none_or_beyond_the_prompt_are_refused(bad: Any, me
     [
         ([5, True, 6], "token id True at position 1: a boolean is no id; pass whole numbers"),
         ((5, 6, False), "token id False at position 2: a boolean is no id"),
-        (Prompt([0, 1, True]), "token id True at position 2: a boolean is no id"),
         (np.array([True, False]), "token id True at position 0: a boolean is no id"),
         (torch.tensor([False, True]), "token id False at position 0: a boolean is no id"),
-        (Prompt(np.array([True])), "tokens of dtype bool"),  # type: ignore[arg-type]
         ([5, np.True_], "token ids must be integers"),
     ],
 )
@@ -104,6 +102,28 @@ def test_booleans_are_no_token_ids(engine: Engine, bad: Any, message: str) -> No
         engine.generate([bad], GREEDY, progress=False)
     ones = [1, 0] * 3
     assert engine.generate([ones], GREEDY, progress=False)[0].prompt_token_ids == ones
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([0, 1, True], "token id True at position 2: a boolean is no id"),
+        (torch.tensor([False, True]), "token id False at position 0: a boolean is no id"),
+        (np.array([True]), "tokens of dtype bool"),
+        (np.array([1.0]), "tokens of dtype float64"),
+        (np.array([[1, 2]]), r"tokens of dtype int32 and shape \(1, 2\): pass one row"),
+        (["x"], "token ids must be integers"),
+        ([5, 2**31], "token ids must be integers that fit into 32 bits"),
+        (np.array([5, 2**31]), "token ids must be integers that fit into 32 bits: 2147483648 does not"),
+        (torch.tensor([-(2**40)]), "token ids must be integers that fit into 32 bits: -1099511627776 does not"),
+        ("text", "a Prompt of type str: it has token ids; pass a list"),
+        (7, "a Prompt of type int: it has token ids; pass a list"),
+    ],
+)
+def test_a_prompt_refuses_what_are_no_ids_when_it_is_made(bad: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Prompt(bad)
+    assert caught.value.param == "prompt"
 
 
 def test_tensors_and_arrays_are_prompts(engine: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hybridkv.engine.engine
-from hybridkv import Engine, SamplingParams
+from hybridkv import Engine, Prompt, SamplingParams
 from hybridkv.engine.sampler import Sampled
 from hybridkv.errors import RequestError
 from tests.engine.checkpoints import save_checkpoint
@@ -176,7 +176,7 @@ def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
         raise RuntimeError("Event loop is closed")
 
     def add() -> None:
-        engine.core.add("deaf", prompt(9, 1), replace(GREEDY, max_tokens=400))
+        engine.core.add("deaf", Prompt(prompt(9, 1)), replace(GREEDY, max_tokens=400))
 
     engine._loop.add("deaf", gone, add)
     engine.generate(prompt(9, 2), GREEDY, progress=False)

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from hybridkv import SamplingParams
+from tests.engine.counting import count_work
 from tests.engine.zoo import prompt
 from tests.serve.serving import MODEL, Served
 
@@ -214,3 +215,22 @@ def test_what_may_be_left_out(served: Served) -> None:
     reply = served.post("/v1/completions", prompt=TEXT, user="someone", best_of=1, metadata={"unknown": "field"}).json()
     assert reply["usage"]["completion_tokens"] <= 16
     assert reply["model"] == MODEL
+
+
+@pytest.mark.parametrize("extra", [{}, {"echo": True}, {"breakpoints": [4]}, {"stream": True}])
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_a_prompt_is_packed_and_scanned_once(
+    served: Served, kind: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_work(monkeypatch)
+    asked = {"prompt": TEXT if kind == "text" else prompt(30, 1), "max_tokens": 3, "ignore_eos": True, **extra}
+    assert served.post("/v1/completions", **asked).status_code == 200
+    assert (counts["packs"], counts["scans"]) == (1, 1)
+    assert counts["matches"] == counts["walks"] == 1
+
+
+def test_a_chat_is_packed_and_scanned_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_work(monkeypatch)
+    asked = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3, "breakpoints": [4]}
+    assert served.post("/v1/chat/completions", **asked).status_code == 200
+    assert (counts["packs"], counts["scans"]) == (1, 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from hybridkv.cache import CacheLayout
-from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens, root_key
+from hybridkv.cache.tokens import TOKEN_BYTES, lookup_key, pack_tokens
 from hybridkv.plan import Plan, PlanOptions, make_plan
 from hybridkv.spec import (
     ChunkedLocal,
@@ -115,7 +115,7 @@ class Finding:
 
     def order(self, tokens: list[int], *, load: bool = True) -> Order:
         catalogue, packed = self.finder.catalogue, pack_tokens(tokens)
-        keys = self.finder.block_keys(root_key())
+        keys = self.finder.block_keys(lookup_key().root)
         found = _answer(self.finder.find(keys, packed, 0, len(tokens) - 1)) if load else 0
         self.num_used.clear()
         blocks = {group.name: self._pages(group, -(-len(tokens) // SIZE)) for group in catalogue.token_groups}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.stream import BlockKeys
 from hybridkv.stream.catalogue import Catalogue, StoredGroup, Stretch
 from tests.engine.zoo import prompt
@@ -67,18 +67,18 @@ def test_a_state_has_one_object_of_its_own() -> None:
 
 def test_names_cover_all_tokens_before_the_end_and_the_root() -> None:
     tokens = pack_tokens(prompt(64, 1))
-    names = BlockKeys(root_key(), SIZE).first(4, tokens)
+    names = BlockKeys(lookup_key().root, SIZE).first(4, tokens)
     assert len(set(names)) == 4
-    assert BlockKeys(root_key(), SIZE).first(4, pack_tokens([5, *prompt(64, 1)[1:]]))[3] != names[3]
-    assert BlockKeys(root_key("salt"), SIZE).first(4, tokens)[0] != names[0]
-    assert BlockKeys(root_key(extra_keys=["adapter"]), SIZE).first(4, tokens)[0] != names[0]
+    assert BlockKeys(lookup_key().root, SIZE).first(4, pack_tokens([5, *prompt(64, 1)[1:]]))[3] != names[3]
+    assert BlockKeys(lookup_key("salt").root, SIZE).first(4, tokens)[0] != names[0]
+    assert BlockKeys(lookup_key(extra_keys=["adapter"]).root, SIZE).first(4, tokens)[0] != names[0]
 
 
 def test_names_asked_for_piece_by_piece_are_the_same() -> None:
     tokens = pack_tokens(prompt(64, 1))
-    keys = BlockKeys(root_key(), SIZE)
+    keys = BlockKeys(lookup_key().root, SIZE)
     pieces = [list(keys.first(count, tokens[: 4 * SIZE * count])) for count in (1, 3, 2, 4)]
-    whole = list(BlockKeys(root_key(), SIZE).first(4, tokens))
+    whole = list(BlockKeys(lookup_key().root, SIZE).first(4, tokens))
     assert pieces == [whole[:1], whole[:3], whole[:2], whole]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.store import CorruptObject, MemoryStore, MissingObject
 from hybridkv.stream import Load
 from hybridkv.stream.load import _Source
@@ -168,7 +168,7 @@ def test_a_fault_of_any_other_kind_is_an_error_of_the_load(
 
 
 def names_at(driver: StreamDriver, end: int) -> list[Any]:
-    keys = driver.streamer.finder.block_keys(root_key()).first(end // 16, pack_tokens(SHARED))
+    keys = driver.streamer.finder.block_keys(lookup_key().root).first(end // 16, pack_tokens(SHARED))
     return [driver.streamer.catalogue.name(group, keys[-1]) for group in driver.streamer.catalogue.groups]
 
 

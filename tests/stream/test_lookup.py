@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.store import MemoryStore, ObjectName
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.lookup import last_stored
@@ -41,7 +41,7 @@ def catalogue_of(family: str) -> Catalogue:
 def keys(num_blocks: int) -> list[bytes]:
     driver = StreamDriver(model_of("llama"), plain_store())
     driver.close()
-    return list(driver.streamer.finder.block_keys(root_key()).first(num_blocks, pack_tokens(TOKENS)))
+    return list(driver.streamer.finder.block_keys(lookup_key().root).first(num_blocks, pack_tokens(TOKENS)))
 
 
 def needed(catalogue: Catalogue, chain: Sequence[bytes], start: int, end: int) -> set[ObjectName]:

@@ -14,6 +14,7 @@ from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.room import could_fit, extend_some, longest_fit
 from hybridkv.cache.stats import CacheStats, Event
 from hybridkv.cache.step_tables import Segment, StepTables
+from hybridkv.cache.tokens import LookupKey, lookup_key
 
 IS_COMPILED = not str(cache.__file__).endswith(".py")
 """Whether this is the core that HYBRIDKV_COMPILE=1 builds."""
@@ -35,6 +36,7 @@ __all__ = [
     "EvictionPolicy",
     "Kind",
     "Lease",
+    "LookupKey",
     "Match",
     "NoRoom",
     "Operation",
@@ -52,5 +54,6 @@ __all__ = [
     "could_fit",
     "extend_some",
     "longest_fit",
+    "lookup_key",
     "named_policy",
 ]

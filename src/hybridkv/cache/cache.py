@@ -29,14 +29,14 @@ from hybridkv.cache.placement import Placement
 from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.prefix_cache import PrefixCache
 from hybridkv.cache.reclaim import NoRoom, Reclaimer
-from hybridkv.cache.resume import Resume
+from hybridkv.cache.resume import Found, Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
 from hybridkv.cache.running import Running
 from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.step_tables import StepTables
 from hybridkv.cache.steps import Steps
-from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
+from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey, TokenIds, pack_tokens
 
 
 class Cache:
@@ -78,19 +78,23 @@ class Cache:
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def match(
-        self, tokens: TokenIds, *, salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()
-    ) -> Match:
+    def match(self, tokens: TokenIds, key: LookupKey = PLAIN_KEY) -> Match:
         """What the index has for a prompt; nothing is touched."""
-        packed, key = pack_tokens(tokens), root_key(salt, extra_keys)
-        limit = len(packed) // TOKEN_BYTES - 1
-        path, resume = self._placement.find(key, packed, limit, self._tap_groups(taps))
-        num_blocks = limit // self.block_tokens
-        leader, leader_tokens = self._leaders.find_leader(path, packed, num_blocks)
+        found = self._find(pack_tokens(tokens), key)
+        resume = found.resume
+        num_blocks = (len(found.tokens) // TOKEN_BYTES - 1) // self.block_tokens
+        leader, leader_tokens = self._leaders.find_leader(found.path, found.tokens, num_blocks)
         if leader is None and resume.matched_tokens > resume.position:
             leases = self._running.leases.values()
-            leader, leader_tokens = self._leaders.find_rebuilder(leases, key, packed, num_blocks, resume.position)
-        return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens)
+            leader, leader_tokens = self._leaders.find_rebuilder(
+                leases, key.root, found.tokens, num_blocks, resume.position
+            )
+        return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens, found)
+
+    def _find(self, packed: bytes, key: LookupKey) -> Found:
+        limit, index = len(packed) // TOKEN_BYTES - 1, self._prefixes.index
+        path, resume = self._placement.find(key.root, packed, limit, self._tap_groups(key.taps))
+        return Found(key, packed, path, resume, index, index.version)
 
     def follow(self, match: Match) -> bool:
         """Whether to wait for the leader of a match; if so, it leaves a checkpoint where the two part."""
@@ -104,21 +108,23 @@ class Cache:
     def begin(
         self,
         tokens: TokenIds,
+        key: LookupKey = PLAIN_KEY,
         *,
-        salt: str = "",
-        extra_keys: Sequence[str] = (),
-        taps: Sequence[str] = (),
         breakpoints: Sequence[int] = (),
+        match: Match | None = None,
     ) -> Lease:
-        """A lease that stands where every group can supply the prompt. Takes no pages, so it always succeeds."""
+        """A lease that stands where every group can supply the prompt. Takes no pages, so it always succeeds.
+
+        `match`: of the same tokens and key. Spares a walk through the index if nothing in it has changed since.
+        """
         packed = pack_tokens(tokens)
         if not packed:
             raise CacheError("a request needs at least one token")
         if self._pins.live:
             self._pins.expire()
-        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
-        path, resume = self._placement.find(lease.root_key, packed, lease.prompt_tokens - 1, lease.taps)
-        self._placement.attach(lease, path, resume)
+        found = self._find(packed, key) if match is None else self._found_again(match.found, packed, key)
+        lease, resume = self._placement.new_lease(key.root, packed, self._tap_groups(key.taps)), found.resume
+        self._placement.attach(lease, found.path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, breakpoints)
         self._count_request(lease, resume)
@@ -288,23 +294,12 @@ class Cache:
         """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
         self.epoch += 1
         self._prefixes.history.log.clear()
-        roots = list(self._prefixes.index.roots.values())
-        self._prefixes.index.roots.clear()
-        for root in roots:
+        for root in self._prefixes.index.drop_all_roots():
             self._prefixes.kill(root)
 
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
-    def pin(
-        self,
-        tokens: TokenIds,
-        ttl_seconds: float,
-        *,
-        limit: int | None = None,
-        salt: str = "",
-        extra_keys: Sequence[str] = (),
-        taps: Sequence[str] = (),
-    ) -> Pin:
+    def pin(self, tokens: TokenIds, ttl_seconds: float, key: LookupKey = PLAIN_KEY, *, limit: int | None = None) -> Pin:
         """Pin the pages of a prefix for a transfer: they are neither evicted nor moved until it is unpinned or expires.
 
         `num_tokens` of the result says how much is pinned: the largest n, at most `limit`, that every group can supply;
@@ -317,7 +312,7 @@ class Cache:
             raise CacheError(f"cannot pin the first {limit} tokens: give a limit of at least 0")
         packed = pack_tokens(tokens)
         self._pins.expire()
-        lease = self._placement.new_lease(root_key(salt, extra_keys), packed, self._tap_groups(taps))
+        lease = self._placement.new_lease(key.root, packed, self._tap_groups(key.taps))
         lease.is_pin = True
         most = lease.prompt_tokens if limit is None else min(limit, lease.prompt_tokens)
         path, resume = self._placement.find(lease.root_key, packed, most, lease.taps)
@@ -390,6 +385,14 @@ class Cache:
             raise CacheError("the lease has ended")
         if lease.in_flight:
             raise CacheError("the lease has a step in flight: commit it first")
+
+    def _found_again(self, found: Found, packed: bytes, key: LookupKey) -> Found:
+        """What a match has found, if that is still so; else what the index has now."""
+        if found.tokens != packed or found.key != key or found.source is not self._prefixes.index:
+            raise CacheError(
+                "the match is not of these tokens and this key in this cache: pass the one that is, or none"
+            )
+        return found if found.is_current else self._find(packed, key)
 
     def _tap_groups(self, taps: Sequence[str]) -> tuple[int, ...]:
         groups = self.layout.token_groups

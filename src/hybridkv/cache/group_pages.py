@@ -66,9 +66,12 @@ class GroupPages:
         self.token_pools[group].add_holds(held)
         return held
 
-    def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
-        """Drop a reference to each of these pages. Pages without one leave their node and are free."""
-        pool = self.token_pools[group]
+    def drop_local(self, leaf: Node, group: int, first: int, last: int) -> bool:
+        """Drop a reference to each of these pages. Pages without one leave their node and are free; True if some are.
+
+        Call it through `PrefixCache`, which tells the index.
+        """
+        pool, is_changed = self.token_pools[group], False
         for node, pages, start, end in _runs_upwards(leaf, group, first, last):
             run = pages[start:end]
             freed = pool.drop_holds(run)
@@ -80,8 +83,10 @@ class GroupPages:
                 gone = set(freed)
                 pages[start:end] = make_pages(NULL_PAGE if page in gone else page for page in run)
             self.arena.give_back(pool, freed)
+            is_changed = True
             if not any(pages):
                 node.pages[group] = None
+        return is_changed
 
     def free_pages(self, group: int, pages: Pages) -> None:
         """Free the pages of blocks that have no other holder; null pages are skipped."""

@@ -223,6 +223,12 @@ class Index:
         self.block_bytes = block_tokens * TOKEN_BYTES
         self.num_token_groups = num_token_groups
         self.roots: dict[bytes, Node] = {}
+        self.version = 0
+        """What was found at one version would be found again at the same one, checkpoints and pages included."""
+
+    def changed(self) -> None:
+        """Nodes, checkpoints or holes between pages differ from now on: what was found before does not count."""
+        self.version += 1
 
     def root(self, key: bytes) -> Node:
         """The root for `key`, made on first use."""
@@ -230,6 +236,7 @@ class Index:
         if root is None:
             root = self.roots[key] = Node(None, 0, bytearray(), [make_pages() for _ in range(self.num_token_groups)])
             root.keys = [key]
+            self.changed()
         return root
 
     def drop_empty_root(self, root: Node) -> None:
@@ -237,6 +244,14 @@ class Index:
         key = root.keys[0] if root.keys else b""
         if not root.children and not root.checkpoints and self.roots.get(key) is root:
             del self.roots[key]
+            self.changed()
+
+    def drop_all_roots(self) -> list[Node]:
+        """Nothing is found any more. Returns the roots that were there."""
+        roots = list(self.roots.values())
+        self.roots.clear()
+        self.changed()
+        return roots
 
     def walk(self, key: bytes, tokens: bytes | bytearray, max_blocks: int) -> list[Step]:
         """The path of the longest run of matching blocks, at most `max_blocks`; it begins with the root."""
@@ -280,6 +295,7 @@ class Index:
         for checkpoint in head.checkpoints:
             checkpoint.node = head
         head.hold_slabs(node.slabs)
+        self.changed()
         return head
 
     def absorb(self, node: Node) -> Node:
@@ -300,11 +316,13 @@ class Index:
         node.parent.children[child.first] = child
         child.hold_slabs(node.slabs)
         self.forget(node)
+        self.changed()
         return child
 
     def append(self, node: Node, prompt: bytearray, end: int, pages: list[Pages | None], may_grow: bool) -> Node:
         """Blocks of `prompt` from the end of `node` up to `end`: at its own end if nobody else stands there
         (`may_grow`), else as a child."""
+        self.changed()
         first, size = node.end, self.block_bytes
         keys = block_keys(node.key_before(anchor_block(first)), prompt, first, end, size)
         tokens = prompt[first * size : end * size]
@@ -323,6 +341,7 @@ class Index:
     def truncate(self, node: Node, num_blocks: int) -> list[Pages | None]:
         """Cut off all after `num_blocks` of a node without children or checkpoints there; returns the lost pages."""
         assert not node.children
+        self.changed()
         lost = [None if pages is None else pages[num_blocks:] for pages in node.pages]
         if num_blocks == 0:
             self.unlink(node)
@@ -337,6 +356,7 @@ class Index:
         """Take a node out of its parent's children; its own are untouched."""
         if node.parent is not None and node.parent.children.get(node.first) is node:
             del node.parent.children[node.first]
+            self.changed()
 
     def forget(self, node: Node) -> None:
         """A node that is gone holds nothing: slabs that still list it drop it in time."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hybridkv.cache.index import Node, Step, common_blocks
 from hybridkv.cache.lease import Lease
+from hybridkv.cache.resume import Found
 from hybridkv.cache.tokens import TOKEN_BYTES
 
 
@@ -22,6 +23,8 @@ class Match(NamedTuple):
     """A running request that computes more of the same prefix right now, or the same again for want of a state."""
     leader_tokens: int
     """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""
+    found: Found
+    """The place in the index: `begin` need not look for it again."""
 
 
 class Leaders:

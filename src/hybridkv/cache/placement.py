@@ -126,7 +126,7 @@ class Placement:
             if table is None:
                 continue
             if group in groups.local:
-                groups.drop_local(lease.leaf, group, pages.local_first[group], end)
+                self.prefixes.drop_local(lease.leaf, group, pages.local_first[group], end)
             groups.free_pages(group, table[end:])
         groups.drop_states(pages.states)
         self.settle_tail(lease)

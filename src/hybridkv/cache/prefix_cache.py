@@ -56,6 +56,7 @@ class PrefixCache:
             first = self.groups.first_visible_block(group, checkpoint.position)
             self.groups.hold_local(node, group, first, block)
         node.add_checkpoint(checkpoint)
+        self.index.changed()
         node.hold_slabs(self.groups.state_slabs(checkpoint.states))
         checkpoint.last_used = self.history.clock
         checkpoint.turn, checkpoint.new_tokens = lineage.turn, checkpoint.position - lineage.continued_from
@@ -73,14 +74,20 @@ class PrefixCache:
         node = checkpoint.node
         assert node is not None
         node.checkpoints.remove(checkpoint)
+        self.index.changed()
         checkpoint.node = None
         self.queue.withdraw(checkpoint)
         block = checkpoint.position // self.block_tokens
         for group in self.groups.local:
             first = self.groups.first_visible_block(group, checkpoint.position)
-            self.groups.drop_local(node, group, first, block)
+            self.drop_local(node, group, first, block)
         self.groups.drop_states(checkpoint.states)
         self.groups.free_tail(checkpoint)
+
+    def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
+        """Drop a reference to each page of a local group in blocks [first, last) of the path to `leaf`."""
+        if self.groups.drop_local(leaf, group, first, last):
+            self.index.changed()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 

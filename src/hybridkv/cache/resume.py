@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from hybridkv.cache.index import Checkpoint, Step
+from hybridkv.cache.index import Checkpoint, Index, Step
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.pages import NULL_PAGE
-from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.cache.tokens import TOKEN_BYTES, LookupKey
 
 NO_HOLE = -1
 
@@ -37,6 +37,22 @@ class Resume(NamedTuple):
     matched_tokens: int
     """Full-attention KV that matches, in whole blocks: resuming there lacks only states, windows or taps."""
     missing: Missing
+
+
+class Found(NamedTuple):
+    """What an index had for a request, and at which of its versions."""
+
+    key: LookupKey
+    tokens: bytes
+    path: list[Step]
+    resume: Resume
+    source: Index
+    version: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the index would say the same now."""
+        return self.source.version == self.version
 
 
 class ResumeRule:

@@ -179,6 +179,7 @@ class Steps:
             groups.arena.give_back(pool, spare)
             if len(spare) < len(mine):
                 theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
+                self.prefixes.index.changed()
                 node.hold_slabs(lease.pages.slabs)
                 if group in groups.local:
                     theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
@@ -192,7 +193,7 @@ class Steps:
             if first > old:
                 table = pages.tables[group]
                 assert table is not None
-                groups.drop_local(lease.leaf, group, old, min(first, published))
+                self.prefixes.drop_local(lease.leaf, group, old, min(first, published))
                 if first > published:
                     groups.free_pages(group, table[max(old, published) : first])
                 table[old:first] = null_pages(first - old)

@@ -1,4 +1,5 @@
-"""Tokens as bytes, four a token, so that comparing prefixes is one memcmp; and the names of blocks outside."""
+"""Tokens as bytes, four a token, so that comparing prefixes is one memcmp; what they are looked up under; and the names
+of blocks outside."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, RequestError
 
 TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
 
@@ -45,9 +47,22 @@ def pack_tokens(tokens: TokenIds) -> bytes:
         raise HybridKVError(f"token ids must be integers that fit into 32 bits: {error}") from None
 
 
-def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:
-    """What separates tenants, adapters and media: different keys never meet, in the tree or in block names."""
-    return _root_key(salt, tuple(extra_keys))
+class LookupKey(NamedTuple):
+    """What a request's tokens are looked up under, in the index and in stores. Made by `lookup_key`."""
+
+    root: bytes
+    """Separates tenants, adapters and media: different roots never meet, in the tree or in block names."""
+    taps: tuple[str, ...]
+    """Groups of tapped layers that the request needs too."""
+
+
+def lookup_key(salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()) -> LookupKey:
+    """A request's key. `salt`: its tenant. `extra_keys`: its adapter, its media. `taps`: tapped layers by group."""
+    try:
+        root = _root_key(salt, tuple(extra_keys))
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        raise RequestError("a salt or an extra key that is no text: pass strings of whole characters") from None
+    return LookupKey(root, tuple(taps))
 
 
 @lru_cache(maxsize=1024)
@@ -57,6 +72,10 @@ def _root_key(salt: str, extra_keys: tuple[str, ...]) -> bytes:
         raw = text.encode()
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.digest()
+
+
+PLAIN_KEY = lookup_key()
+"""No salt, no extra keys, no taps."""
 
 
 def block_keys(anchor: bytes, tokens: bytes | bytearray, first: int, last: int, block_bytes: int) -> list[bytes]:

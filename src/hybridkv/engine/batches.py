@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
 
-from hybridkv.engine.chat import Prompt
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Prompt, TokenIdList, on_host
 from hybridkv.engine.results import Result, Update
 from hybridkv.errors import HybridKVError, RequestError
 
-TokenIdList: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 AnyPrompt: TypeAlias = str | TokenIdList | Prompt
 
 
@@ -25,8 +22,9 @@ def as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt, or several? A list of numbers is one."""
     if isinstance(prompts, (str, Prompt)):
         return [prompts]
-    if isinstance(prompts, (np.ndarray, Tensor)):
-        prompts = prompts.tolist()
+    prompts = on_host(prompts)
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 and len(prompts) else list(prompts)
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts of type {type(prompts).__name__}: pass a text, token ids, or a list of those")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):

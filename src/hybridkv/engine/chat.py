@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from hybridkv.engine.prompts import Prompt
 from hybridkv.errors import RequestError
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids, and positions worth a checkpoint: where other prompts may leave this one."""
-
-    token_ids: Sequence[int]
-    breakpoints: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.token_ids, str) or not isinstance(self.token_ids, (Sequence, np.ndarray)):
-            raise RequestError(
-                f"a Prompt of type {type(self.token_ids).__name__}: it has token ids; pass a list", "prompt"
-            )
-        if isinstance(self.breakpoints, (str, bytes)) or not isinstance(self.breakpoints, (Sequence, np.ndarray)):
-            kind = type(self.breakpoints).__name__
-            raise RequestError(f"breakpoints of type {kind}: pass a list of positions in the prompt", "breakpoints")
-        length = len(self.token_ids)
-        for position in self.breakpoints:
-            if isinstance(position, bool) or not isinstance(position, (int, np.integer)) or position < 0:
-                raise RequestError(f"breakpoint {position!r}: pass a number of tokens of the prompt", "breakpoints")
-            if position > length:
-                raise RequestError(
-                    f"breakpoint {position} of a prompt of {length} tokens: choose 0 to {length}", "breakpoints"
-                )
 
 
 def check_text(text: str) -> str:

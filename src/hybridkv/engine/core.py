@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
-from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
+from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
 from hybridkv.engine.rows import RowState
@@ -69,29 +70,13 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(
-        self,
-        request_id: str,
-        prompt: TokenIds,
-        params: SamplingParams,
-        *,
-        salt: str = "",
-        extra_keys: Sequence[str] = (),
-        breakpoints: Sequence[int] = (),
-    ) -> None:
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, key: LookupKey = PLAIN_KEY) -> None:
         """Queue a request, or refuse it at once if it can never be served."""
-        packed = pack_tokens(prompt)
-        self.limits.check(packed, params)
-        try:
-            root_key(salt, extra_keys)
-        except (AttributeError, TypeError, UnicodeEncodeError):
-            raise RequestError("a salt or an extra key that is no text: pass strings of whole characters") from None
+        self.limits.check(prompt, params)
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
-        request = Request(
-            request_id, self._arrivals, packed, params, salt=salt, extra_keys=extra_keys, breakpoints=breakpoints
-        )
+        request = Request(request_id, self._arrivals, prompt, params, key)
         self.scheduler.add(self._new_sample(request, 0))
         self._requests[request_id] = request
 
@@ -263,7 +248,7 @@ class EngineCore:
 
     def _new_sample(self, request: Request, index: int) -> Sample:
         params = request.params
-        prompt = np.frombuffer(request.prompt, dtype=np.int32)
+        prompt = request.prompt.ids.as_array()
         row = RowState(params, prompt, ends=params.ends(self._eos_ids), sibling=index)
         text = TextStream(
             self._tokenizer,

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridkv.cache import DEFAULT_POLICY
-from hybridkv.cache.tokens import pack_tokens
+from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
 from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, plan_options
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
-from hybridkv.engine.chat import Message, Prompt, check_text, render_chat
+from hybridkv.engine.chat import Message, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.loading import choose_device, load
 from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming import check_streaming
@@ -148,12 +147,12 @@ class Engine:
         """
         asked = as_list(prompts)
         chosen = one_each(params, len(asked))
-        requests = self._checked(asked, chosen)
+        requests, key = self._checked(asked, chosen), lookup_key(salt)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
             for prompt, one in zip(requests, chosen, strict=True):
-                ids.append(self._submit(prompt, one, salt, news.put))
+                ids.append(self._submit(prompt, one, key, news.put))
             results = collect(news, len(ids), progress)
         except BaseException:
             for request_id in ids:
@@ -168,13 +167,14 @@ class Engine:
         ready = self.prepare(prompt)
         [chosen] = one_each(params, 1)
         self.check(ready, chosen)
+        key = lookup_key(salt)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
 
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        request_id = self._submit(ready, chosen, salt, sink)
+        request_id = self._submit(ready, chosen, key, sink)
         done = False
         try:
             while not done:
@@ -196,17 +196,17 @@ class Engine:
             return prompt
         if isinstance(prompt, str):
             return Prompt(self._need_tokenizer().encode(check_text(prompt), add_special_tokens=add_special_tokens))
-        ids: Any = prompt.tolist() if isinstance(prompt, (np.ndarray, Tensor)) else prompt
-        if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+        ids = on_host(prompt)
+        if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, (Sequence, np.ndarray)):
             kind = type(prompt).__name__
             hint = "; render_chat makes one of messages" if isinstance(prompt, Mapping) else ""
             raise RequestError(f"a prompt of type {kind}: pass a text, a list of token ids, or a Prompt{hint}")
-        return Prompt(list(ids))
+        return Prompt(ids)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
         self.check_alive()
-        self.core.limits.check(prompt.token_ids, params)
+        self.core.limits.check(prompt, params)
 
     def check_length(self, num_tokens: int) -> None:
         """Of a prompt: raises RequestError if it leaves no room for a reply. `check` does this by itself."""
@@ -239,10 +239,11 @@ class Engine:
             options=template_options,
         )
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
-        ids = self.core.limits.check_ids(token_ids).tolist()
-        text: str = self._need_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
+    def detokenize(self, token_ids: TokenIdList | Prompt, *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens, or of a prompt's."""
+        ids = token_ids.ids if isinstance(token_ids, Prompt) else pack_ids(on_host(token_ids))
+        self.core.limits.check_ids(ids)
+        text: str = self._need_tokenizer().decode(ids.as_array().tolist(), skip_special_tokens=skip_special_tokens)
         return text
 
     def stats(self) -> EngineStats:
@@ -292,12 +293,7 @@ class Engine:
             raise RequestError(f"{self.model_name} has no tokenizer here: pass token ids, or tokenizer= to the engine")
         return self.tokenizer
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, salt: str, sink: Any) -> str:
+    def _submit(self, prompt: Prompt, params: SamplingParams, key: LookupKey, sink: Any) -> str:
         request_id = f"request-{next(self._numbers)}"
-        packed = pack_tokens(prompt.token_ids)
-
-        def add() -> None:
-            self.core.add(request_id, packed, params, salt=salt, breakpoints=prompt.breakpoints)
-
-        self._loop.add(request_id, sink, add)
+        self._loop.add(request_id, sink, lambda: self.core.add(request_id, prompt, params, key))
         return request_id

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from hybridkv.cache import CacheLayout, longest_fit
-from hybridkv.cache.tokens import TokenIds, pack_tokens
 from hybridkv.engine.params import SamplingParams
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.engine.prompts import Ids, Prompt
+from hybridkv.errors import RequestError
 
 
 class Limits:
@@ -22,13 +19,13 @@ class Limits:
         self._vocab_size = vocab_size
         self._has_tokenizer = has_tokenizer
 
-    def check(self, prompt: TokenIds, params: SamplingParams) -> None:
-        """Refuse what can never be served. Changes nothing: may be called on any thread."""
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Refuse what can never be served. Changes nothing: may be called on any thread. Looks at no single token."""
         params.check_vocab(self._vocab_size)
-        ids = self.check_ids(prompt, "prompt")
-        if not len(ids):
+        self.check_ids(prompt.ids, "prompt")
+        if not prompt.num_tokens:
             raise RequestError("the prompt is empty: give it at least one token", "prompt")
-        self.check_length(len(ids))
+        self.check_length(prompt.num_tokens)
         if params.stops and not self._has_tokenizer:
             raise RequestError(f"stop text {params.stops[0]!r} without a tokenizer: use stop_token_ids", "stop")
 
@@ -43,20 +40,8 @@ class Limits:
             f"a prompt of {num_tokens} tokens: with its reply it must stay within {self.max_length}{way_out}"
         )
 
-    def check_ids(self, token_ids: TokenIds, param: str | None = None) -> npt.NDArray[np.int32]:
-        """The ids; refuses those that the model does not have. `param`: the parameter that they are."""
-        try:
-            ids = np.frombuffer(pack_tokens(token_ids), dtype=np.int32)
-        except HybridKVError as error:
-            raise RequestError(str(error), param) from None
-        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-        if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
+    def check_ids(self, ids: Ids, param: str | None = None) -> None:
+        """Refuse ids that the model does not have. `param`: the parameter that they are."""
+        if ids.lowest < 0 or ids.highest >= self._vocab_size:
+            bad = ids.lowest if ids.lowest < 0 else ids.highest
             raise RequestError(f"token id {bad}: the model's ids go from 0 to {self._vocab_size - 1}", param)
-        if not isinstance(token_ids, (bytes, bytearray, np.ndarray)):  # those have ids of one type
-            few = np.flatnonzero(ids < 2).tolist()  # booleans are packed as 0 or 1: only those need a look
-            position = next((position for position in few if type(token_ids[position]) is bool), None)
-            if position is not None:
-                what = f"token id {token_ids[position]} at position {position}"
-                raise RequestError(f"{what}: a boolean is no id; pass whole numbers", param)
-        return ids

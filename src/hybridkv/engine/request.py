@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from hybridkv.cache import Lease
-from hybridkv.cache.tokens import pack_tokens, root_key
+from hybridkv.cache import Lease, LookupKey, Match
+from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.rows import RowState
 from hybridkv.engine.sampler import Sampled, TokenLogprobs
@@ -29,6 +29,8 @@ class Sample:
         self.lease: Lease | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.match: Match | None = None
+        """What the cache has for it, as of the scheduler's last look. None while it runs."""
         self.has_followed = False
         self.transfer: Transfer | None = None
         """What the store adds; None if it was not asked since the sample last waited."""
@@ -44,11 +46,15 @@ class Sample:
         self._told = 0
         self._told_pieces = 0
         self._keys: BlockKeys | None = None
+        self._tokens = request.prompt.ids.packed
 
     @property
     def tokens(self) -> bytes:
-        """Everything known: the prompt, and what has been sampled."""
-        return self.request.prompt + pack_tokens(self.token_ids)
+        """Everything known: the prompt, and what has been sampled. The same object until there is more."""
+        num_packed = len(self._tokens) // TOKEN_BYTES - self.request.prompt_tokens
+        if num_packed < len(self.token_ids):
+            self._tokens += pack_tokens(self.token_ids[num_packed:])
+        return self._tokens
 
     @property
     def remaining(self) -> int:
@@ -93,7 +99,7 @@ class Sample:
     def keys(self, streamer: Streamer) -> BlockKeys:
         """The names of its blocks outside."""
         if self._keys is None:
-            self._keys = streamer.finder.block_keys(root_key(self.request.salt, self.request.extra_keys))
+            self._keys = streamer.finder.block_keys(self.request.key.root)
         return self._keys
 
     def loaded(self, position: int) -> None:
@@ -150,26 +156,16 @@ class Sample:
 class Request:
     """A prompt, and its samples."""
 
-    def __init__(
-        self,
-        request_id: str,
-        number: int,
-        prompt: bytes,
-        params: SamplingParams,
-        *,
-        salt: str = "",
-        extra_keys: Sequence[str] = (),
-        breakpoints: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, key: LookupKey) -> None:
         self.id = request_id
         self.number = number
         """In order of arrival."""
         self.prompt = prompt
-        self.prompt_tokens = len(prompt) // 4
+        self.prompt_tokens = prompt.num_tokens
+        self.breakpoints = prompt.breakpoints
         self.params = params
-        self.salt = salt
-        self.extra_keys = tuple(extra_keys)
-        self.breakpoints = tuple(breakpoints)
+        self.key = key
+        """What its tokens are looked up under, in the cache and in stores."""
         self.samples: list[Sample] = []
         self.num_samples = params.n
         """How many there will be; fewer than asked for if it ends before they are told apart."""
@@ -184,8 +180,8 @@ class Request:
         if len(self.samples) < self.num_samples or any(sample.finish_reason is None for sample in self.samples):
             return None
         samples = sorted(self.samples, key=lambda sample: sample.index)
-        prompt = list(memoryview(self.prompt).cast("i"))
-        return Result(self.id, prompt, self.cached_tokens, [sample.completion() for sample in samples], self._metrics())
+        completions = [sample.completion() for sample in samples]
+        return Result(self.id, self.prompt.token_ids, self.cached_tokens, completions, self._metrics())
 
     def _metrics(self) -> Metrics:
         now = time.monotonic()

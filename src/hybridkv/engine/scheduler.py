@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-from hybridkv.cache import Cache, Lease, NoRoom, StepTables, extend_some
+from hybridkv.cache import Cache, Lease, Match, NoRoom, StepTables, extend_some
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
 from hybridkv.engine.streaming import Streaming
@@ -92,6 +92,9 @@ class Scheduler:
     def _admit(self, enough: int) -> None:
         """Start as many as have enough tokens together; they take no pages yet.
 
+        Each is matched once: the match says whether to wait for another sample, what to ask the store for, and where
+        it begins.
+
         Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before
         its step is sent off that a checkpoint is wanted where they part.
         """
@@ -101,8 +104,9 @@ class Scheduler:
         for sample in self.waiting[:_LOOK_AHEAD]:
             if len(self.running) >= self.max_running:
                 return
+            sample.match = self.cache.match(sample.tokens, sample.request.key)
             is_someone_ahead = unfed or (self.streaming is not None and self.streaming.num_loading)
-            if is_someone_ahead and self._follows(sample):
+            if is_someone_ahead and self._follows(sample, sample.match):
                 continue
             if self.streaming is not None and not self.streaming.is_ready(sample):
                 continue
@@ -110,10 +114,8 @@ class Scheduler:
                 self._start(sample)
                 unfed += sample.to_compute
 
-    def _follows(self, sample: Sample) -> bool:
+    def _follows(self, sample: Sample, match: Match) -> bool:
         """Whether someone computes the sample's prefix right now, and it pays to wait."""
-        request = sample.request
-        match = self.cache.match(sample.tokens, salt=request.salt, extra_keys=request.extra_keys)
         if not self.cache.follow(match):
             return False
         self.followed += not sample.has_followed
@@ -123,9 +125,8 @@ class Scheduler:
     def _start(self, sample: Sample) -> None:
         request = sample.request
         self.waiting.remove(sample)
-        sample.lease = self.cache.begin(
-            sample.tokens, salt=request.salt, extra_keys=request.extra_keys, breakpoints=request.breakpoints
-        )
+        match, sample.match = sample.match, None
+        sample.lease = self.cache.begin(sample.tokens, request.key, breakpoints=request.breakpoints, match=match)
         sample.started()
         if self.streaming is not None:
             self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))

@@ -85,10 +85,10 @@ class Streaming:
         return transfer.fetch.is_answered
 
     def _ask(self, sample: Sample) -> Transfer:
-        request = sample.request
-        match = self._cache.match(sample.tokens, salt=request.salt, extra_keys=request.extra_keys)
-        limit = len(sample.tokens) // TOKEN_BYTES - 1
-        return Transfer(self.streamer.find(sample.keys(self.streamer), sample.tokens, match.num_tokens, limit))
+        match, tokens = sample.match, sample.tokens
+        assert match is not None
+        limit = len(tokens) // TOKEN_BYTES - 1
+        return Transfer(self.streamer.find(sample.keys(self.streamer), tokens, match.num_tokens, limit))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
         """A sample has a lease now: begin to load, or note how far its first step loads."""

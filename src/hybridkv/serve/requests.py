@@ -121,7 +121,7 @@ class _SampledRequest(BaseModel):
     def with_breakpoints(self, prompt: Prompt) -> Prompt:
         if not self.breakpoints:
             return prompt
-        return Prompt(prompt.token_ids, sorted({*prompt.breakpoints, *self.breakpoints}))
+        return Prompt(prompt.ids, sorted({*prompt.breakpoints, *self.breakpoints}))
 
 
 class CompletionRequest(_SampledRequest):
@@ -156,7 +156,7 @@ class CompletionRequest(_SampledRequest):
         if not self.echo:
             return Asked(prompts)
         pairs = zip(texts, prompts, strict=True)
-        return Asked(prompts, [text if isinstance(text, str) else engine.detokenize(p.token_ids) for text, p in pairs])
+        return Asked(prompts, [text if isinstance(text, str) else engine.detokenize(p) for text, p in pairs])
 
 
 class ChatRequest(_SampledRequest, ChatPrompt):

@@ -100,7 +100,7 @@ class Service:
 
     def _check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
         try:
-            self.engine.check_length(len(prompt.token_ids))  # without a look at the tokens: there may be millions
+            self.engine.check_length(prompt.num_tokens)
         except RequestError as error:
             raise TooLongError(str(error), field) from error
         self.engine.check(prompt, params)

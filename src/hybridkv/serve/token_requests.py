@@ -26,7 +26,7 @@ class _Tokenize(_TokenRequest):
 
     def _reply(self, engine: Engine, prompt: Prompt) -> TokenizeReply:
         tokenizer: Any = engine.tokenizer  # there is one: it has made the prompt
-        tokens = list(prompt.token_ids)
+        tokens = prompt.token_ids
         strs = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
         return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=engine.max_length, token_strs=strs)
 

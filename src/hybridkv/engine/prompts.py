@@ -1,0 +1,124 @@
+"""Prompts: token ids, packed and looked through once. Everything after that uses the same int32 buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
+from hybridkv.errors import HybridKVError, RequestError
+
+TokenIdList: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Packed token ids, and their range: what a model's vocabulary is compared with."""
+
+    packed: bytes
+    """int32, little-endian."""
+    lowest: int
+    highest: int
+    """0, as the lowest is, if there are no ids."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    def as_array(self) -> npt.NDArray[np.int32]:
+        """A view, not a copy."""
+        return np.frombuffer(self.packed, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Prompt:
+    """Token ids, and positions worth a checkpoint: where other prompts may leave this one."""
+
+    ids: Ids
+    breakpoints: tuple[int, ...]
+
+    def __init__(self, token_ids: TokenIdList | Ids, breakpoints: Sequence[int] | npt.NDArray[Any] = ()) -> None:
+        """`token_ids`: a list, an array or a tensor of whole numbers; or the `ids` of another prompt."""
+        ids = token_ids if isinstance(token_ids, Ids) else _ids_of(token_ids)
+        object.__setattr__(self, "ids", ids)
+        object.__setattr__(self, "breakpoints", _checked_breakpoints(breakpoints, ids.num_tokens))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids as a new list."""
+        ids: list[int] = self.ids.as_array().tolist()
+        return ids
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.num_tokens
+
+    def __repr__(self) -> str:
+        return f"Prompt(token_ids={self.token_ids}, breakpoints={list(self.breakpoints)})"
+
+
+def on_host(ids: Any) -> Any:
+    """A tensor or array of integers as an array, any other tensor or array as a list, anything else as it is."""
+    if isinstance(ids, Tensor):
+        ids = ids.tolist() if ids.is_floating_point() or ids.is_complex() else ids.numpy(force=True)
+    if isinstance(ids, np.ndarray) and (ids.dtype.kind not in "iu" or not ids.ndim):
+        return ids.tolist()
+    return ids
+
+
+def pack_ids(token_ids: Sequence[int] | npt.NDArray[Any], param: str | None = None) -> Ids:
+    """Ids of any kind as one buffer. `param`: the parameter that they are, for errors."""
+    try:
+        packed = pack_tokens(_narrow(token_ids) if isinstance(token_ids, np.ndarray) else token_ids)
+        lowest, highest = _scan(packed, token_ids)
+    except HybridKVError as error:
+        raise RequestError(str(error), param) from None
+    return Ids(packed, lowest, highest)
+
+
+def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Integers of any width as int32. Other arrays as they are: packing refuses them."""
+    if ids.dtype.kind not in "iu" or ids.dtype == np.dtype("<i4"):
+        return ids
+    narrow = ids.astype("<i4")
+    if (narrow != ids).any():
+        bad = ids[narrow != ids].flat[0]
+        raise HybridKVError(f"token ids must be integers that fit into 32 bits: {bad} does not")
+    return narrow
+
+
+def _scan(packed: bytes, token_ids: Sequence[int] | npt.NDArray[Any]) -> tuple[int, int]:
+    """The lowest and the highest id. Refuses booleans, which are packed as 0 or 1."""
+    ids = np.frombuffer(packed, dtype=np.int32)
+    if not isinstance(token_ids, (bytes, bytearray, np.ndarray)):  # those have ids of one type
+        for position in np.flatnonzero(ids < 2).tolist():
+            if type(token_ids[position]) is bool:
+                what = f"token id {token_ids[position]} at position {position}"
+                raise HybridKVError(f"{what}: a boolean is no id; pass whole numbers")
+    return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+
+
+def _ids_of(token_ids: Any) -> Ids:
+    ids = on_host(token_ids) if isinstance(token_ids, Tensor) else token_ids
+    if isinstance(ids, str) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise RequestError(f"a Prompt of type {type(token_ids).__name__}: it has token ids; pass a list", "prompt")
+    return pack_ids(ids, "prompt")
+
+
+def _checked_breakpoints(breakpoints: Any, num_tokens: int) -> tuple[int, ...]:
+    if isinstance(breakpoints, (str, bytes)) or not isinstance(breakpoints, (Sequence, np.ndarray)):
+        kind = type(breakpoints).__name__
+        raise RequestError(f"breakpoints of type {kind}: pass a list of positions in the prompt", "breakpoints")
+    for position in breakpoints:
+        if isinstance(position, bool) or not isinstance(position, (int, np.integer)) or position < 0:
+            raise RequestError(f"breakpoint {position!r}: pass a number of tokens of the prompt", "breakpoints")
+        if position > num_tokens:
+            raise RequestError(
+                f"breakpoint {position} of a prompt of {num_tokens} tokens: choose 0 to {num_tokens}", "breakpoints"
+            )
+    return tuple(map(int, breakpoints))
