@@ -18,12 +18,14 @@ from hybridkv.memory import LayerMemory, Memory
 class Frame:
     """Tables of one step, and the layer it has come to."""
 
-    __slots__ = ("attention_layer", "memory", "positions", "state_layer", "tables")
+    __slots__ = ("attention_layer", "memory", "positions", "shifts", "state_layer", "tables")
 
-    def __init__(self, memory: Memory, positions: torch.Tensor, tables: Tables) -> None:
+    def __init__(self, memory: Memory, positions: torch.Tensor, shifts: torch.Tensor, tables: Tables) -> None:
         self.memory = memory
         self.positions = positions
         """Of each packed token, in its own request."""
+        self.shifts = shifts
+        """The same less its place in the packed row."""
         self.tables = tables
         self.attention_layer = -1
         """The layer whose attention comes next."""
