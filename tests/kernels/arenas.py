@@ -32,6 +32,8 @@ class Step:
     spans: list[Span]
     tables: list[array[int]]
     num_pages: int
+    persistent: bool = False
+    """Its table lies in buffers that stay, with all padding in it, as on a GPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +68,17 @@ class Step:
             row += spans[-1].length
         return replace(self, spans=spans, tables=[self.tables[index] for index in self.real])
 
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.window, self.chunk)
+
     def table(self) -> TokenTable:
         return make_token_table(
             self.spans,
             self.tables,
             block_tokens=self.block_tokens,
-            uploader=Uploader(CPU),
-            sight=Sight(self.window, self.chunk),
+            uploader=Uploader(CPU, persistent=self.persistent),
+            sight=self.sight,
         )
 
 
