@@ -16,7 +16,6 @@ from hybridkv.kernels.tokens import TokenTable, make_token_table
 from hybridkv.memory import Uploader
 from hybridkv.sight import Sight
 
-CPU = torch.device("cpu")
 NUM_LAYERS = 3
 LAYER = 1
 """The one that is used; its neighbours must not be touched."""
@@ -77,7 +76,7 @@ class Step:
             self.spans,
             self.tables,
             block_tokens=self.block_tokens,
-            uploader=Uploader(CPU, persistent=self.persistent),
+            uploader=Uploader(torch.get_default_device(), persistent=self.persistent),
             sight=self.sight,
         )
 

@@ -36,7 +36,10 @@ class StateStep(NamedTuple):
     @property
     def table(self) -> SegmentTable:
         return make_segment_table(
-            self.spans, self.segments, page=self.page, uploader=Uploader(CPU, persistent=self.persistent)
+            self.spans,
+            self.segments,
+            page=self.page,
+            uploader=Uploader(torch.get_default_device(), persistent=self.persistent),
         )
 
     @property

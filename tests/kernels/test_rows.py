@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,17 @@ from hybridkv.memory import Uploader
 from tests.kernels import test_conv, test_delta, test_lightning, test_mamba
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference
 from tests.kernels.states import CPU, Advance, StateStep, check_step, step_of
+
+TABLES = [("cpu", False), ("cpu", True), *([("cuda", True)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=TABLES, ids=lambda table: f"{table[0]}, {'padding in the table' if table[1] else 'left out'}")
+def persistent(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether tables lie in buffers that stay, and so keep padding. All tensors of the test are on its device."""
+    device, is_persistent = request.param
+    with torch.device(device):
+        yield is_persistent
+
 
 # --- convolutions and scans -------------------------------------------------------------------------------------------
 
@@ -138,7 +149,6 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-each_table = pytest.mark.parametrize("persistent", [False, True], ids=["left out", "in the table"])
 each_way = pytest.mark.parametrize("min_bytes", [0, 1 << 30], ids=["one by one", "together"])
 
 
@@ -146,7 +156,6 @@ def poisoned(step: StateStep, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.index_fill(0, torch.tensor(step.padded_rows, dtype=torch.int64), math.nan) for x in inputs)
 
 
-@each_table
 @each_way
 @pytest.mark.parametrize("rows", STATE_ROWS)
 @each_kernel
@@ -159,7 +168,6 @@ def test_states_are_right_and_no_other_byte_changes(
     check_step(step, step.arena(*one.shape), one.run(inputs), one.advance(inputs), 2e-5)
 
 
-@each_table
 @each_way
 @pytest.mark.parametrize("rows", [name for name in STATE_ROWS if name.startswith("padded")])
 @each_kernel
@@ -270,7 +278,7 @@ class Problem:
     """A step that writes its tokens and attends. `expected` is what the arena must hold, made without a table."""
 
     def __init__(self, step: Step, layout: str = "tokens", arena: Arena | None = None) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         self.step = step
         self.arena = Arena(step, layout, 2, (8, 8)) if arena is None else arena
         self.contents = [random_contents(step, 2, 8, generator) for _ in range(2)]
@@ -304,7 +312,6 @@ class Problem:
 each_source = pytest.mark.parametrize("gathers", [False, True], ids=["pages", "gathered"])
 
 
-@each_table
 @each_source
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -316,7 +323,6 @@ def test_attention_is_right_and_no_other_byte_changes(
     Problem(replace(step, persistent=persistent), layout).check(gathers)
 
 
-@each_table
 @each_source
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("rows", [rows for rows in TOKEN_PADDING if rows != "only padding"])
