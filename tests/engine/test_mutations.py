@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybridkv.engine.runner
-import hybridkv.engine.seams.functions
+import hybridkv.engine.seams.ops
 import hybridkv.engine.seams.stand_in
 import hybridkv.engine.tables
 from hybridkv.cache import CopyPage, Segment, StepTables
@@ -20,7 +20,7 @@ from tests.engine.zoo import FAMILIES, build, prompt
 
 runner_module: Any = hybridkv.engine.runner
 tables_module: Any = hybridkv.engine.tables
-functions: Any = hybridkv.engine.seams.functions
+ops: Any = hybridkv.engine.seams.ops
 stand_in: Any = hybridkv.engine.seams.stand_in
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrent]
@@ -143,8 +143,8 @@ def test_a_tail_that_was_not_copied(family: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ATTENTION)
 def test_tokens_written_one_slot_off(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = functions.write_tokens
-    monkeypatch.setattr(functions, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
+    write = ops.write_tokens
+    monkeypatch.setattr(ops, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
     with noticed():
         live(family)
 

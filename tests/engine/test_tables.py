@@ -61,14 +61,14 @@ def test_nothing_is_made_while_the_model_runs(family: str, monkeypatch: pytest.M
 def test_tables_in_buffers_that_stay(family: str) -> None:
     """As on a GPU: every logit is compared."""
     driver = Driver(build(family), max_step_tokens=48)
-    driver.runner.uploader._is_persistent = driver.memory._uploader._is_persistent = True
+    driver.runner.uploader.is_persistent = driver.memory._uploader.is_persistent = True
     live(driver)
     assert driver.runner.uploader._buffers
 
 
 def test_steps_of_the_same_shape_have_tables_at_the_same_addresses() -> None:
     driver = Driver(build("qwen3_next"))
-    driver.runner.uploader._is_persistent = True
+    driver.runner.uploader.is_persistent = True
     seen: list[dict[str, int]] = []
 
     class Addresses:
@@ -88,3 +88,25 @@ def test_steps_of_the_same_shape_have_tables_at_the_same_addresses() -> None:
     driver.run()
     assert len(seen) > 3
     assert all(addresses == seen[0] for addresses in seen)
+
+
+def test_llama4_is_told_positions_from_the_step_s_own_record() -> None:
+    """Nothing is made for it while the model runs."""
+    driver = Driver(build("llama4"))
+    seen = 0
+
+    class Asks:
+        def before_layer(self, layer: int, frame: Any) -> None:
+            nonlocal seen
+            shifts = driver.runner._cache.get_seq_length(layer)
+            assert shifts.untyped_storage().data_ptr() == frame.positions.untyped_storage().data_ptr()
+            assert torch.equal(shifts + torch.arange(len(shifts)), frame.positions)
+            seen = max(seen, len(set(shifts.tolist())))
+
+        def after_layer(self, layer: int, frame: Any, hidden: torch.Tensor) -> None: ...
+
+    driver.runner.observe(Asks())
+    driver.add("a", prompt(20, 1))
+    driver.add("b", prompt(3, 2))
+    driver.run()
+    assert seen == 2

@@ -16,7 +16,6 @@ from hybridkv.kernels.tokens import TokenTable, make_token_table
 from hybridkv.memory import Uploader
 from hybridkv.sight import Sight
 
-CPU = torch.device("cpu")
 NUM_LAYERS = 3
 LAYER = 1
 """The one that is used; its neighbours must not be touched."""
@@ -32,6 +31,8 @@ class Step:
     spans: list[Span]
     tables: list[array[int]]
     num_pages: int
+    persistent: bool = False
+    """Its table lies in buffers that stay, with all padding in it, as on a GPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +67,17 @@ class Step:
             row += spans[-1].length
         return replace(self, spans=spans, tables=[self.tables[index] for index in self.real])
 
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.window, self.chunk)
+
     def table(self) -> TokenTable:
         return make_token_table(
             self.spans,
             self.tables,
             block_tokens=self.block_tokens,
-            uploader=Uploader(CPU),
-            sight=Sight(self.window, self.chunk),
+            uploader=Uploader(torch.get_default_device(), persistent=self.persistent),
+            sight=self.sight,
         )
 
 

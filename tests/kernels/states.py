@@ -26,6 +26,8 @@ class StateStep(NamedTuple):
     num_pages: int
     page: int
     """Which of the pages of a state."""
+    persistent: bool = False
+    """Its table lies in buffers that stay, with all padding in it, as on a GPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +35,12 @@ class StateStep(NamedTuple):
 
     @property
     def table(self) -> SegmentTable:
-        return make_segment_table(self.spans, self.segments, page=self.page, uploader=Uploader(CPU))
+        return make_segment_table(
+            self.spans,
+            self.segments,
+            page=self.page,
+            uploader=Uploader(torch.get_default_device(), persistent=self.persistent),
+        )
 
     @property
     def read(self) -> set[int]:

@@ -6,8 +6,9 @@ there.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,12 +21,26 @@ from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.conv import conv
 from hybridkv.kernels.lightning import lightning
 from hybridkv.kernels.mamba import mamba1, mamba2
-from hybridkv.kernels.segments import SegmentTable
+from hybridkv.kernels.pages import Pages
+from hybridkv.kernels.segments import SegmentTable, StateNeed, make_segment_table
 from hybridkv.kernels.spans import PADDED
-from hybridkv.kernels.tokens import gather_tokens, write_tokens
+from hybridkv.kernels.table import AttentionNeed
+from hybridkv.kernels.tokens import gather_tokens, make_token_table, write_tokens
+from hybridkv.memory import Uploader
 from tests.kernels import test_conv, test_delta, test_lightning, test_mamba
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference
-from tests.kernels.states import Advance, StateStep, check_step, step_of
+from tests.kernels.states import CPU, Advance, StateStep, check_step, step_of
+
+TABLES = [("cpu", False), ("cpu", True), *([("cuda", True)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=TABLES, ids=lambda table: f"{table[0]}, {'padding in the table' if table[1] else 'left out'}")
+def persistent(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether tables lie in buffers that stay, and so keep padding. All tensors of the test are on its device."""
+    device, is_persistent = request.param
+    with torch.device(device):
+        yield is_persistent
+
 
 # --- convolutions and scans -------------------------------------------------------------------------------------------
 
@@ -145,10 +160,10 @@ def poisoned(step: StateStep, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("rows", STATE_ROWS)
 @each_kernel
 def test_states_are_right_and_no_other_byte_changes(
-    kernel: str, rows: str, min_bytes: int, monkeypatch: pytest.MonkeyPatch
+    kernel: str, rows: str, min_bytes: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "MIN_BYTES_ONE_BY_ONE", min_bytes)
-    step, one = STATE_ROWS[rows], KERNELS[kernel]()
+    step, one = STATE_ROWS[rows]._replace(persistent=persistent), KERNELS[kernel]()
     inputs = poisoned(step, one.inputs(step.num_tokens))
     check_step(step, step.arena(*one.shape), one.run(inputs), one.advance(inputs), 2e-5)
 
@@ -157,10 +172,10 @@ def test_states_are_right_and_no_other_byte_changes(
 @pytest.mark.parametrize("rows", [name for name in STATE_ROWS if name.startswith("padded")])
 @each_kernel
 def test_padding_changes_no_state_and_no_row(
-    kernel: str, rows: str, min_bytes: int, monkeypatch: pytest.MonkeyPatch
+    kernel: str, rows: str, min_bytes: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "MIN_BYTES_ONE_BY_ONE", min_bytes)
-    step, one = STATE_ROWS[rows], KERNELS[kernel]()
+    step, one = STATE_ROWS[rows]._replace(persistent=persistent), KERNELS[kernel]()
     inputs = poisoned(step, one.inputs(step.num_tokens))
     real = [row for row in range(step.num_tokens) if row not in step.padded_rows]
     padded_arena = step.arena(*one.shape)
@@ -170,6 +185,62 @@ def test_padding_changes_no_state_and_no_row(
     torch.testing.assert_close(actual[real], expected, rtol=1e-6, atol=1e-6)
     assert not actual[step.padded_rows].any()
     torch.testing.assert_close(padded_arena, arena, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_padding_is_in_tables_that_stay() -> None:
+    step = STATE_ROWS["padded"]._replace(persistent=True)
+    assert step.table.ones is not None
+    rows = [span.row for span in step.spans if span.length == 1]
+    padded = [row in step.padded_rows for row in rows]
+    for pages in (step.table.ones.src, step.table.ones.dst):
+        assert (pages.on_device == PADDED).tolist() == padded
+    for src in (step.table.schedule(8).src, step.table.edges(3).src):
+        assert src.on_device.tolist().count(PADDED) == 3
+
+
+def test_segment_tables_lie_where_they_lay_whatever_is_padded() -> None:
+    uploader = Uploader(CPU, persistent=True)
+
+    def places(*padded: int) -> dict[str, tuple[Any, ...]]:
+        srcs = ["padded" if index in padded else "fresh" for index in range(6)]
+        step = step_of([1, 20, 1, 5, 1, 2], srcs=srcs)
+        uploader.begin()
+        table = make_segment_table(step.spans, step.segments, uploader=uploader)
+        table.prepare([StateNeed(3, 16)])
+        assert table.ones is not None
+        assert table.padded is not None
+        assert table.padded.nonzero().flatten().tolist() == step.padded_rows
+        schedule, edges = table.schedule(16), table.edges(3)
+        found = {"padded": table.padded, "src": table.ones.src.on_device, "dst": table.ones.dst.on_device}
+        found |= {f"schedule.{name}": value for name, value in tensors(schedule).items()}
+        found |= {f"edges.{name}": value for name, value in tensors(edges).items()}
+        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in found.items()}
+
+    assert places(0, 3) == places(1, 2, 4) == places(5) == places(*range(6))
+
+
+def tensors(record: Any) -> dict[str, Tensor]:
+    """All there are at the top of it."""
+    if isinstance(record, tuple):
+        fields = record._asdict()  # type: ignore[attr-defined]
+    else:
+        fields = {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
+    found = {name: value.on_device if isinstance(value, Pages) else value for name, value in fields.items()}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def test_pages_written_together_leave_padding_out() -> None:
+    """As on a GPU, where no row of a copy can be left out."""
+    view = torch.zeros(5, 2, 3)
+    pages = Pages(torch.tensor([3, PADDED, 1, PADDED]), [3, PADDED, 1, PADDED])
+    values = torch.full((4, 2, 3), math.nan)
+    values[0], values[2] = 3, 1
+    before = values.clone()
+    pages.write_together(values, view)
+    assert view[:, 0, 0].tolist() == [0, 1, 0, 3, 0]
+    assert not view[0].any()
+    assert torch.equal(values.isnan(), before.isnan())
+    assert pages.read(view)[:, 0, 0].tolist() == [3, 0, 1, 0]
 
 
 @each_way
@@ -207,7 +278,7 @@ class Problem:
     """A step that writes its tokens and attends. `expected` is what the arena must hold, made without a table."""
 
     def __init__(self, step: Step, layout: str = "tokens", arena: Arena | None = None) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         self.step = step
         self.arena = Arena(step, layout, 2, (8, 8)) if arena is None else arena
         self.contents = [random_contents(step, 2, 8, generator) for _ in range(2)]
@@ -245,16 +316,19 @@ each_source = pytest.mark.parametrize("gathers", [False, True], ids=["pages", "g
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("rows", TOKEN_ROWS)
-def test_attention_is_right_and_no_other_byte_changes(rows: str, sight: str, layout: str, gathers: bool) -> None:
+def test_attention_is_right_and_no_other_byte_changes(
+    rows: str, sight: str, layout: str, gathers: bool, persistent: bool
+) -> None:
     step = make_step(TOKEN_ROWS[rows], **SIGHTS[sight], padded=TOKEN_PADDING.get(rows, ()))
-    Problem(step, layout).check(gathers)
+    Problem(replace(step, persistent=persistent), layout).check(gathers)
 
 
 @each_source
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("rows", [rows for rows in TOKEN_PADDING if rows != "only padding"])
-def test_padding_changes_no_token_and_no_row(rows: str, sight: str, gathers: bool) -> None:
+def test_padding_changes_no_token_and_no_row(rows: str, sight: str, gathers: bool, persistent: bool) -> None:
     step = make_step(TOKEN_ROWS[rows], **SIGHTS[sight], padded=TOKEN_PADDING[rows])
+    step = replace(step, persistent=persistent)
     padded, plain = Problem(step), Problem(step.without_padding)
     plain.query = padded.query[step.real_rows]
     plain.contents = [[content[index] for index in step.real] for content in padded.contents]
@@ -274,6 +348,34 @@ def test_the_slots_of_padding_say_so(rows: str) -> None:
     padded = sorted(set(range(step.num_tokens)) - set(step.real_rows))
     assert (table.pages == PADDED).nonzero().flatten().tolist() == padded
     assert (table.offsets == PADDED).nonzero().flatten().tolist() == padded
+
+
+@each_source
+@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_token_tables_lie_where_they_lay_whatever_is_padded(sight: str, num_queries: int, gathers: bool) -> None:
+    uploader = Uploader(CPU, persistent=True)
+    pitches = (40,) if gathers else None
+
+    def places(*padded: int) -> dict[str, tuple[Any, ...]]:
+        ranges = [(start, start + num_queries) for start in (9, 20, 2, 13)]
+        step = make_step([*ranges, (3, 40)], **SIGHTS[sight], padded=padded)
+        uploader.begin()
+        table = make_token_table(step.spans, step.tables, block_tokens=4, uploader=uploader, sight=step.sight)
+        table.prepare(AttentionNeed(torch.float32, 2, True, pitches))
+        found = tensors(table)
+        for bucket in table.buckets:
+            found |= {f"bucket{bucket.at}.{name}": value for name, value in tensors(bucket).items()}
+            found |= {f"mask{key}": mask for key, mask in bucket.masks.items() if mask is not None}
+        found |= {f"grid{pitch}": rows for pitch, rows in table.grid_rows.items()}
+        found |= {f"band{tile}": band for (_, tile), band in table.columns.items()}
+        assert (table.pages == PADDED).any()
+        assert any(name.startswith("mask") for name in found)
+        assert any(name.startswith("band") for name in found)
+        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in found.items()}
+
+    places(0)  # the band grows
+    assert places(0, 2) == places(1) == places(3, 1, 0) == places(4)
 
 
 @each_source

@@ -77,3 +77,28 @@ def test_buffers_serve_steps_and_what_is_between_them(device: str) -> None:
         uploader.begin()
         with torch.inference_mode(is_step):
             assert uploader.send("a", rows=[1, 2])["rows"].tolist() == [1, 2]
+
+
+@each_device
+def test_rooms_stay_like_records(device: str) -> None:
+    uploader = Uploader(torch.device(device), persistent=True)
+
+    def rooms(*shape: int) -> list[int]:
+        uploader.begin()
+        made = [uploader.room("mask", shape, torch.float32), uploader.room("other", shape, torch.bool)]
+        assert [tuple(one.shape) for one in made] == [shape, shape]
+        assert [one.dtype for one in made] == [torch.float32, torch.bool]
+        return [one.data_ptr() for one in made]
+
+    first = rooms(3, 5)
+    assert rooms(3, 5) == rooms(2, 1) == first
+    assert rooms(100, 5) != first
+
+
+@either
+def test_a_room_is_taken_once_a_step(persistent: bool) -> None:
+    uploader = Uploader(CPU, persistent=persistent)
+    flags = uploader.flags("a", uploader.send("record", column=[0, 1, 2])["column"])
+    assert flags.tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="'a' was already sent"):
+        uploader.room("a", (3,), torch.bool)

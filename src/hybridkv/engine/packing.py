@@ -93,10 +93,11 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
+@operation(
+    "packed_product(Tensor x, Tensor packed, Tensor? bias) -> Tensor",
+    lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0]),
+)
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_dynamo_compiling():
-        named: Tensor = torch.ops.hybridkv.packed_product(x, packed, bias)
-        return named
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
 
@@ -118,7 +119,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     hidden_states: [N, D], top_k_*: [N, K] -> [N, D]
     """
     if torch.compiler.is_dynamo_compiling():
-        named: Tensor = torch.ops.hybridkv.packed_experts(self.number, hidden_states, top_k_index, top_k_weights)
+        named: Tensor = _numbered_experts(self.number, hidden_states, top_k_index, top_k_weights)
         return named
     num_choices = top_k_index.shape[-1]
     chosen, order = top_k_index.flatten().sort()
@@ -136,15 +137,9 @@ def _each(rows: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Ten
     return torch.cat([_product(part, weight) for part, weight, count in parts if count])
 
 
-# --- for a compiler, which looks into neither -------------------------------------------------------------------------
-
-operation(
-    "packed_product(Tensor x, Tensor packed, Tensor? bias) -> Tensor",
-    lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0]),
-    _product,
-)
-operation(
+@operation(
     "packed_experts(Tensor number, Tensor rows, Tensor chosen, Tensor weights) -> Tensor",
     lambda number, rows, chosen, weights: rows.new_empty(rows.shape),
-    lambda number, *args: _experts(_EXPERTS[number.item()], *args),
 )
+def _numbered_experts(number: Tensor, *args: Tensor) -> Tensor:
+    return _experts(_EXPERTS[int(number.item())], *args)

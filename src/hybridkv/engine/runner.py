@@ -68,11 +68,13 @@ class Runner:
         """Logits `[R, vocab]` of those that want them, in order."""
         tokens = np.concatenate([one.tokens for one in work])
         spans = _spans(work)
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        shifts = np.repeat([span.start - span.row for span in spans], [span.length for span in spans])
         last = [span.row + span.length - 1 for span, one in zip(spans, work, strict=True) if one.wants_logits]
         self.uploader.begin()
-        step = self.uploader.send("step", tokens=tokens, positions=positions, last=last)
-        frame = Frame(self.memory, step["positions"], self._tables.make(spans, [one.tables for one in work]))
+        positions = np.arange(len(shifts)) + shifts
+        step = self.uploader.send("step", tokens=tokens, positions=positions, shifts=shifts, last=last)
+        tables = self._tables.make(spans, [one.tables for one in work])
+        frame = Frame(self.memory, step["positions"], step["shifts"], tables)
         inputs: dict[str, Any] = {
             "input_ids": step["tokens"][None],
             self._cache_argument: self._cache,

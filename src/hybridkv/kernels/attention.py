@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from hybridkv.kernels.cover import Tile
+from hybridkv.kernels.pages import blank
 from hybridkv.kernels.softmax import Extras, dense_attention, is_fused
 from hybridkv.kernels.table import Bucket, TiledSpan, TokenTable
 
@@ -109,17 +110,18 @@ def attend_visible(
 
 
 def _attend(query: torch.Tensor, source: Source, table: TokenTable, extras: Extras) -> torch.Tensor:
-    num_tokens, num_query_heads, dim = query.shape
+    num_tokens, _, dim = query.shape
     query = query.reshape(num_tokens, source.num_heads, -1, dim)  # [N, H, folded, D]
-    if len(table.buckets) == 1 and not table.tiled_spans and table.kept is None:
-        return _attend_bucket(query, table.buckets[0], source, table, extras).flatten(1, 2)
-    make = query.new_empty if table.kept is None else query.new_zeros  # padding comes out as zero
-    output = make((*query.shape[:3], source.value_dim))
-    for bucket in table.buckets:
-        output[bucket.rows] = _attend_bucket(query[bucket.rows], bucket, source, table, extras)
-    for span in table.tiled_spans:
-        _attend_long(query, output, span, source, table, extras)
-    return output.view(num_tokens, num_query_heads, -1)
+    if len(table.buckets) == 1 and table.buckets[0].num_rows == num_tokens:
+        output = _attend_bucket(query, table.buckets[0], source, table, extras)
+    else:
+        output = query.new_empty((*query.shape[:3], source.value_dim))
+        for bucket in table.buckets:
+            output[bucket.rows] = _attend_bucket(query[bucket.rows], bucket, source, table, extras)
+        for span in table.tiled_spans:
+            _attend_long(query, output, span, source, table, extras)
+    output = output.flatten(1, 2)
+    return output if table.padded is None else blank(output, table.padded)
 
 
 def _attend_bucket(

@@ -67,7 +67,7 @@ class Schedule:
     offsets: list[int]
     """Where the tokens of each chunk begin in `tokens`, and one more."""
     steps: list[Step]
-    src: Tensor
+    src: Pages
     """[spans]: the states they begin with."""
     rows: Tensor
     """[chunks * chunk_tokens]: the token in each place; places left over repeat the chunk's last token."""
@@ -108,7 +108,7 @@ class Schedule:
 
     def blocks(self, chunk_bytes: int) -> list[list[Step]]:
         """The steps in runs to be worked on together, where the largest tensor of a chunk takes `chunk_bytes`."""
-        max_chunks = block_bytes(self.src.device) // chunk_bytes
+        max_chunks = block_bytes(self.rows.device) // chunk_bytes
         runs: list[list[Step]] = []
         for step in self.steps:
             if runs and step.last - runs[-1][0].first <= max_chunks:
@@ -154,9 +154,10 @@ def make_schedule(longs: list[LongSpan], chunk_tokens: int, uploader: Uploader, 
     inside = np.minimum(np.arange(c)[None], np.array(lengths)[:, None] - 1)
     rows = np.array(first_rows)[:, None] + inside
     mask = np.arange(c)[None] < np.array(lengths)[:, None]
+    src = [longs[i].segments[0].src for i in order]
     sent = uploader.send(
         name,
-        src=[longs[i].segments[0].src for i in order],
+        src=src,
         rows=rows,
         mask=mask,
         tokens=rows[mask],
@@ -170,9 +171,9 @@ def make_schedule(longs: list[LongSpan], chunk_tokens: int, uploader: Uploader, 
         lengths=lengths,
         offsets=[0, *np.cumsum(lengths).tolist()],
         steps=_make_steps([len(now) for now in by_step], ends, sent["which"], sent["dst"]),
-        src=sent["src"],
+        src=Pages(sent["src"], src),
         rows=sent["rows"],
-        mask=sent["mask"].view(-1, c).bool(),
+        mask=uploader.flags(f"{name}.mask", sent["mask"]).view(-1, c),
         tokens=sent["tokens"],
         places=sent["places"],
     )

@@ -48,7 +48,7 @@ class _Finish:
 
 def _one_token(x: Tensor, taps: Tensor, states: Tensor, ones: Ones) -> Tensor:
     x = ones.take(x)
-    kept = states.index_select(0, ones.src.on_device).unbind(-1)  # W - 1 of [n, C], oldest first
+    kept = ones.src.read(states).unbind(-1)  # W - 1 of [n, C], oldest first
     y = x * taps[-1]
     for before, tap in zip(kept, taps, strict=False):
         y += before * tap
@@ -75,7 +75,7 @@ def _whole_row(x: Tensor, weight: Tensor, taps: Tensor, finish: _Finish) -> Tens
 def _near(x: Tensor, taps: Tensor, finish: _Finish, states: Tensor, edges: Edges, out: Tensor) -> None:
     """The tokens that see kept inputs, and what is kept."""
     reach = len(taps) - 1
-    kept = states.index_select(0, edges.src).transpose(1, 2)  # [spans, reach, C]
+    kept = edges.src.read(states).transpose(1, 2)  # [spans, reach, C]
     first = x.index_select(0, edges.first_rows).unflatten(0, (-1, reach))
     inputs = torch.cat([kept.to(x.dtype), first], dim=1)  # [spans, 2 * reach, C]
     y = finish(_shifted(inputs.transpose(0, 1).float(), taps)[:reach]).transpose(0, 1).flatten(0, 1)

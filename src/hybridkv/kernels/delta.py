@@ -107,7 +107,7 @@ def _long(
     l2norm: bool,
     out: Tensor,
 ) -> None:
-    state = states.index_select(0, schedule.src).float()  # [spans, H, Dk, Dv]
+    state = schedule.src.read(states).float()  # [spans, H, Dk, Dv]
     for steps in schedule.blocks(schedule.chunk_tokens * k.shape[1] * k.shape[2] * 4):
         first, last = steps[0].first, steps[-1].last
         q_, k_, v_, g_, beta_ = (schedule.take(x, first, last).transpose(1, 2) for x in (q, k, v, g, beta))

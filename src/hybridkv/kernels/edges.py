@@ -21,7 +21,7 @@ from hybridkv.memory import Uploader
 class Edges(NamedTuple):
     """For a convolution that reaches `reach` tokens back."""
 
-    src: Tensor
+    src: Pages
     """[spans]: pages of the inputs before them."""
     first_rows: Tensor
     """[spans * reach]: their first tokens; beyond their end, the last."""
@@ -60,10 +60,11 @@ def make_edges(longs: list[LongSpan], reach: int, uploader: Uploader, name: str)
                 near.append(_End(2 * reach * i + tokens, segment.dst))
             else:
                 far.append(_End(segment.end - reach, segment.dst))
+    src = [long.segments[0].src for long in longs]
     near_dst, far_dst = [end.dst for end in near], [end.dst for end in far]
     sent = uploader.send(
         name,
-        src=[long.segments[0].src for long in longs],
+        src=src,
         first_rows=np.concatenate(first_rows),
         near_rows=np.concatenate(near_rows),
         near_places=np.concatenate(near_places),
@@ -73,7 +74,7 @@ def make_edges(longs: list[LongSpan], reach: int, uploader: Uploader, name: str)
         far_dst=far_dst,
     )
     return Edges(
-        src=sent["src"],
+        src=Pages(sent["src"], src),
         first_rows=sent["first_rows"],
         near_rows=sent["near_rows"],
         near_places=sent["near_places"],

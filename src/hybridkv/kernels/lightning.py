@@ -41,7 +41,7 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, ones:
 def _long(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, schedule: Schedule, out: Tensor) -> None:
     heads, dim = k.shape[1:]
     c = schedule.chunk_tokens
-    state = states.index_select(0, schedule.src).float()  # [spans, H, D, D]
+    state = schedule.src.read(states).float()  # [spans, H, D, D]
     for steps in schedule.blocks(c * heads * dim * 4):
         first, last = steps[0].first, steps[-1].last
         m = last - first

@@ -74,7 +74,7 @@ def _long(
 ) -> None:
     heads, p = x.shape[1:]
     groups, s = b.shape[1:]
-    state = states.index_select(0, schedule.src).float()  # [spans, H, P, S]
+    state = schedule.src.read(states).float()  # [spans, H, P, S]
     tokens = schedule.chunk_tokens
     for steps in schedule.blocks(tokens * heads * p * 4):
         first, last = steps[0].first, steps[-1].last
@@ -153,7 +153,7 @@ def _long1(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, schedule: Schedule, out: Tensor
 ) -> None:
     """No decay is shared by two entries of the state, so there are no products of matrices to gain: token by token."""
-    state = states.index_select(0, schedule.src).float()  # [spans, Ch, S]
+    state = schedule.src.read(states).float()  # [spans, Ch, S]
     tokens = schedule.chunk_tokens
     max_spans = max(1, block_bytes(x.device) // (a.numel() * tokens * 4))
     # Made once: fresh memory of this size is dear on a CPU.

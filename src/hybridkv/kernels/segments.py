@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import Segment
 from hybridkv.kernels.chunks import Schedule, make_schedule
 from hybridkv.kernels.edges import Edges, make_edges
 from hybridkv.kernels.longs import LongSpan, RowSegment
-from hybridkv.kernels.pages import Pages
+from hybridkv.kernels.pages import Pages, blank
 from hybridkv.kernels.spans import PADDED, Span
-from hybridkv.memory import Uploader
+from hybridkv.memory import Column, Uploader
 
 
 class Ones(NamedTuple):
@@ -57,7 +58,7 @@ class SegmentTable:
     ) -> None:
         self.ones = ones
         self.padded = padded
-        """[n]: rows of the packed step that are padding, if any are."""
+        """[N]: whether each row of the packed step is padding, if any is."""
         self._longs = longs
         self._uploader = uploader
         self._name = name
@@ -93,7 +94,7 @@ class SegmentTable:
 
     def blank(self, out: Tensor) -> Tensor:
         """Padding comes out as zero. out: [N, ...]"""
-        return out if self.padded is None else out.index_fill_(0, self.padded, 0)
+        return out if self.padded is None else blank(out, self.padded)
 
 
 def make_segment_table(
@@ -106,18 +107,21 @@ def make_segment_table(
 ) -> SegmentTable:
     """segments[i] covers span i; `page` says which of the pages of a state, where it is cut into several.
 
-    Spans whose pages are `PADDED` get no state: kernels pass over them.
+    Spans whose pages are `PADDED` are padding: kernels pass over them. Where buffers persist they stay in the table
+    with `PADDED` as src and dst, so that its sizes depend on the lengths of spans only. Elsewhere, on a CPU, nothing
+    needs fixed sizes, and they are left out here: kernels that compute them in vain would cost time.
     """
     one_rows: list[int] = []
     src_pages: list[int] = []
     dst_pages: list[int] = []
-    padded: list[int] = []
+    is_padding: list[bool] = []
     longs: list[LongSpan] = []
     for span, parts in zip(spans, segments, strict=True):
         _check(span, parts)
-        if parts[-1].dst[page] == PADDED:
-            padded += range(span.row, span.row + span.length)
-        elif span.length == 1:
+        is_padding.append(parts[-1].dst[page] == PADDED)
+        if is_padding[-1] and not uploader.is_persistent:
+            continue
+        if span.length == 1:
             one_rows.append(span.row)
             src_pages.append(parts[0].src[page])
             dst_pages.append(parts[0].dst[page])
@@ -125,12 +129,16 @@ def make_segment_table(
             shift = span.row - span.start
             rows = [RowSegment(one.start + shift, one.end + shift, one.src[page], one.dst[page]) for one in parts]
             longs.append(LongSpan(span, rows))
-    sent = uploader.send(name, rows=one_rows, src=src_pages, dst=dst_pages, padded=padded)
+    is_padded = any(is_padding)
+    flags: Column = np.repeat(is_padding, [span.length for span in spans]) if is_padded else []
+    sent = uploader.send(name, rows=one_rows, src=src_pages, dst=dst_pages, padded=flags)
     ones = None
     if one_rows:
-        rows_there = sent["rows"] if longs or padded else None
+        is_whole_row = len(one_rows) == len(spans)
+        rows_there = None if is_whole_row else sent["rows"]
         ones = Ones(rows_there, Pages(sent["src"], src_pages), Pages(sent["dst"], dst_pages))
-    return SegmentTable(ones, longs, sent["padded"] if padded else None, uploader, name)
+    padded = uploader.flags(f"{name}.padded", sent["padded"]) if is_padded else None
+    return SegmentTable(ones, longs, padded, uploader, name)
 
 
 def _check(span: Span, parts: Sequence[Segment]) -> None:

@@ -33,14 +33,6 @@ class AttentionNeed(NamedTuple):
     """Not None: its tokens are gathered before. Slots from one page to the next, where that is a whole number."""
 
 
-class Kept(NamedTuple):
-    """The tokens of a step that are no padding: their rows, and where each is written."""
-
-    rows: torch.Tensor
-    pages: torch.Tensor
-    offsets: torch.Tensor
-
-
 @dataclass(slots=True)
 class Bucket:
     """Spans of one short length, batched: S queries each, L = blocks * block_tokens gathered slots each."""
@@ -64,9 +56,14 @@ class Bucket:
     first: torch.Tensor
     last: torch.Tensor
     """[n, S, 1]: the slots each query sees, both included."""
+
     picks: torch.Tensor | slice | None = None
     """The same slots as indices of what `gather_tokens` returns; made when first asked for."""
     masks: dict[tuple[torch.dtype, int], torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.members) * self.num_queries
 
 
 @dataclass(slots=True)
@@ -93,19 +90,18 @@ class TokenTable:
     uploader: Uploader
     name: str
     visibles: list[Visible]
-    """What each span sees; padding is left out."""
+    """What each span sees; of padding, only where `make_token_table` leaves it in."""
     visible_lengths: list[int]
     """Tokens each span sees."""
     pages: torch.Tensor
     offsets: torch.Tensor
     """[N]: where each token of the step is written; -1 for padding."""
-    kept: Kept | None
-    """What is written, if some tokens are padding."""
+    padded: torch.Tensor | None
+    """[N]: whether each token is padding, if any is."""
     buckets: list[Bucket]
     tiled_spans: list[TiledSpan]
     host_pages: list[Ints]
     """Of each span: the pages of its visible blocks."""
-    bands: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     columns: dict[tuple[torch.dtype, Tile], torch.Tensor] = field(default_factory=dict)
     buffers: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     grid_rows: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -169,7 +165,8 @@ class TokenTable:
         """Every visible token in a grid of tokens with so many from one page to the next: [K]."""
         if pitch not in self.grid_rows:
             pages, offsets = self.visible_slots
-            self.grid_rows[pitch] = pages * pitch + offsets
+            room = self.uploader.room(f"{self.name}.grid{pitch}", pages.shape, torch.int64)
+            self.grid_rows[pitch] = torch.add(offsets, pages, alpha=pitch, out=room)
         return self.grid_rows[pitch]
 
     def picks(self, bucket: Bucket) -> torch.Tensor | slice:
@@ -204,37 +201,50 @@ class TokenTable:
         if bucket.cut is not None:
             slots = slots[bucket.cut]
         hidden = (slots < bucket.first) | (slots > bucket.last)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat(1, num_folded, 1)[:, None]
+        size, num_queries, num_keys = hidden.shape
+        name = f"{self.name}.mask{bucket.at}.{num_folded}"
+        mask = self.uploader.room(name, (size, num_folded, num_queries, num_keys), dtype).zero_()
+        return mask.masked_fill_(hidden[:, None], float("-inf")).flatten(1, 2)[:, None]
 
     def band(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
         """What to add to a tile's scores: [queries, keys], or nothing where all see all.
 
-        It depends on key minus query only: one matrix serves the tiles of all spans, each takes its columns.
+        It depends on key minus query only: one matrix serves the tiles of all spans and steps, each takes its columns.
         """
         if tile.end - tile.start == 1:
             return None
-        if dtype not in self.bands:
-            self.bands[dtype] = self._make_band(dtype)
         key = (dtype, tile)
         if key not in self.columns:
             columns = self._columns(tile, dtype)
-            # GPU kernels read aligned rows: they need a copy.
+            # GPU kernels read aligned rows: they need a copy. It is the one thing made in fresh memory. It may be as
+            # large as the keys, and no captured step could use it again: where long spans begin changes every time.
             self.columns[key] = columns if self.device.type == "cpu" else columns.contiguous()
         return self.columns[key]
 
     def _columns(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-        band = self.bands[dtype]
+        num_queries, before = tile.end - tile.start, tile.start - tile.first
+        band = self._band(num_queries, before, dtype)
         zero = band.shape[1] - band.shape[0]
-        return band[: tile.end - tile.start, zero + tile.first - tile.start : zero + tile.end - tile.start]
+        return band[:num_queries, zero - before : zero + num_queries]
 
-    def _make_band(self, dtype: torch.dtype) -> torch.Tensor:
-        tiles = [tile for span in self.tiled_spans for tile in span.tiles]
-        num_queries = max(tile.end - tile.start for tile in tiles)
-        before = max(tile.start - tile.first for tile in tiles)
+    def _band(self, num_queries: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+        """[Q, B + Q] with Q >= num_queries and B >= before: kept from step to step until it has to grow."""
+        key = ("band", self.sight, dtype)
+        band = self.uploader.constants.get(key)
+        rows, back = (0, 0) if band is None else (band.shape[0], band.shape[1] - band.shape[0])
+        if band is None or rows < num_queries or back < before:
+            band = self._make_band(_grown(rows, num_queries), _grown(back, before), dtype)
+            self.uploader.constants[key] = band
+        return band
+
+    def _make_band(self, num_queries: int, before: int, dtype: torch.dtype) -> torch.Tensor:
         query = torch.arange(num_queries, device=self.device)[:, None]
         key = torch.arange(-before, num_queries, device=self.device)
         hidden = key > query
         if self.sight.window is not None:
             hidden |= key <= query - self.sight.window
         return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+
+
+def _grown(size: int, needed: int) -> int:
+    return max(size, 1 << max(needed - 1, 0).bit_length())

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from hybridkv.kernels.cover import BUCKET_TOKENS_CPU, Visible, cut_tiles, fill_buckets, is_square, see
+from hybridkv.kernels.pages import blank
 from hybridkv.kernels.spans import PADDED, Span
-from hybridkv.kernels.table import Bucket, Ints, Kept, TiledSpan, TokenTable
+from hybridkv.kernels.table import Bucket, Ints, TiledSpan, TokenTable
 from hybridkv.memory import Column, Uploader
 from hybridkv.sight import Sight
 
@@ -33,7 +34,8 @@ def make_token_table(
 ) -> TokenTable:
     """The table of one group. `tables[i]` has span i's page of each block up to its end; 0 where no longer seen.
 
-    A span whose pages are `PADDED` sees nothing and is not written.
+    A span whose pages are `PADDED` is padding: it is not written, and what it computes counts for nothing. As in
+    segment tables it stays in the table where buffers persist, with the null page to read, and else is left out.
     """
     visibles = [see(span, sight, block_tokens) for span in spans]
     host_pages = [_visible_pages(table, visible) for table, visible in zip(tables, visibles, strict=True)]
@@ -42,9 +44,12 @@ def make_token_table(
     is_padded = pages.min() == PADDED
     if is_padded:
         offsets[pages == PADDED] = PADDED
-        columns |= _kept_columns(pages, offsets)
-        real = [index for index, its_pages in enumerate(host_pages) if its_pages[-1] != PADDED]
-        visibles, host_pages = [visibles[index] for index in real], [host_pages[index] for index in real]
+        columns["padded"] = pages == PADDED
+        if uploader.is_persistent:
+            host_pages = [np.maximum(its_pages, 0) for its_pages in host_pages]
+        else:
+            real = [index for index, its_pages in enumerate(host_pages) if its_pages[-1] != PADDED]
+            visibles, host_pages = [visibles[index] for index in real], [host_pages[index] for index in real]
     cover = _Cover(visibles, host_pages, sight, block_tokens)
     on_cpu = uploader.device.type == "cpu"
     buckets = fill_buckets(visibles, block_tokens, BUCKET_TOKENS_CPU * torch.get_num_threads() if on_cpu else None)
@@ -63,7 +68,7 @@ def make_token_table(
         visible_lengths=[visible.num_tokens for visible in visibles],
         pages=sent["pages"],
         offsets=sent["offsets"],
-        kept=Kept(sent["kept.rows"], sent["kept.pages"], sent["kept.offsets"]) if is_padded else None,
+        padded=uploader.flags(f"{name}.padded", sent["padded"]) if is_padded else None,
         buckets=[cover.bucket(at, members, sent) for at, members in enumerate(buckets)],
         tiled_spans=cover.tiled_spans(long, sent),
         host_pages=host_pages,
@@ -84,11 +89,6 @@ def _write_slots(visibles: Sequence[Visible], host_pages: Sequence[Ints], block_
     first_slots = np.cumsum([0, *(visible.num_blocks for visible in visibles[:-1])])
     shifts = np.repeat([first - v.first_block for first, v in zip(first_slots, visibles, strict=True)], lengths)
     return np.concatenate(host_pages)[positions // block_tokens + shifts], positions % block_tokens
-
-
-def _kept_columns(pages: Ints, offsets: Ints) -> dict[str, Column]:
-    rows = np.flatnonzero(pages != PADDED)
-    return {"kept.rows": rows, "kept.pages": pages[rows], "kept.offsets": offsets[rows]}
 
 
 class _Cover(NamedTuple):
@@ -155,11 +155,11 @@ class _Cover(NamedTuple):
 
 def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) -> None:
     """Put the step's tokens in their pages, all but padding. view: [P, T, H, D], values: [N, H, D]."""
-    if table.kept is None:
+    if table.padded is None:
         view[table.pages, table.offsets] = values.to(view.dtype)
-    else:
-        rows, pages, offsets = table.kept
-        view[pages, offsets] = values.index_select(0, rows).to(view.dtype)
+    else:  # as in `Pages.write_together`: zeros in the null page, which has no others
+        values = blank(values.to(view.dtype, copy=True), table.padded)
+        view[table.pages.clamp(min=0), table.offsets.clamp(min=0)] = values
 
 
 def gather_tokens(view: torch.Tensor, table: TokenTable) -> torch.Tensor:

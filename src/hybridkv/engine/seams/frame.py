@@ -18,17 +18,19 @@ from hybridkv.memory import LayerMemory, Memory
 class Frame:
     """Tables of one step, and the layer it has come to."""
 
-    __slots__ = ("attention_layer", "memory", "positions", "state_layer", "tables")
+    __slots__ = ("attention_layer", "memory", "positions", "shifts", "state_layer", "tables")
 
-    def __init__(self, memory: Memory, positions: torch.Tensor, tables: Tables) -> None:
+    def __init__(self, memory: Memory, positions: torch.Tensor, shifts: torch.Tensor, tables: Tables) -> None:
         self.memory = memory
         self.positions = positions
         """Of each packed token, in its own request."""
+        self.shifts = shifts
+        """The same less its place in the packed row."""
         self.tables = tables
         self.attention_layer = -1
-        """The layer whose keys and values were written last: attention comes next."""
+        """The layer whose attention comes next."""
         self.state_layer = -1
-        """The layer whose convolution was announced last: conv and scan come next."""
+        """The layer whose convolution and scan come next."""
 
     def tokens(self, layer: LayerMemory) -> TokenTable:
         """The table of a layer's tokens."""
@@ -59,16 +61,25 @@ def current() -> Frame:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_running() -> bool:
+def is_running() -> bool:
+    """Whether this thread is running a step. A compiler asks once a graph."""
     return _active.frame is not None
 
 
-def tracing() -> bool:
-    """Whether a compiler looks at a layer of a step: it is shown operations, and no layer's number.
+def enter_attention_layer(layer: int) -> None:
+    """A layer's keys and values come next.
 
-    So one trace serves all layers of a kind. Whoever runs it says in the frame which layer that is.
+    A compiler is shown no layer's number, so that one graph serves all layers of a kind: the frame has it before the
+    graph runs.
     """
-    return bool(torch.compiler.is_dynamo_compiling() and _is_running())
+    if not torch.compiler.is_dynamo_compiling():
+        current().attention_layer = layer
+
+
+def enter_state_layer(layer: int) -> None:
+    """A layer's convolution and scan come next. Compilers: see `enter_attention_layer`."""
+    if not torch.compiler.is_dynamo_compiling():
+        current().state_layer = layer
 
 
 @contextmanager

@@ -1,190 +1,186 @@
-"""The seams as operations that a compiler does not look into. Each finds its layer in the active frame, as ever.
+"""What seams do on pages, each as one operation: tokens first, no batch axis, the layer from the active frame.
 
-They change pages, which the compiler knows nothing of. Nothing goes wrong by that: every result is used, so none is
-left out, and what one of them reads of another's pages comes after it, since its own input does.
+A plain call runs an operation at once. A compiler does not look into it: it sees its schema, and a fake that makes
+results of the right shapes. Both are stated once, beside what runs.
 
-Each has two parts: the operation itself, whose result is contiguous with tokens first, and the function that models
-call while they are traced, in the shape in which they call theirs.
+Operations change pages, which the compiler knows nothing of. Nothing goes wrong by that: every result is used, so none
+is left out, and what one of them reads of another's pages comes after it, since its own input does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hybridkv.engine.seams import functions
 from hybridkv.engine.seams.frame import current
-from hybridkv.kernels.tokens import gather_tokens
+from hybridkv.kernels.registry import kernel
+from hybridkv.kernels.segments import SegmentTable
+from hybridkv.kernels.tokens import TokenTable, gather_tokens, write_tokens
+from hybridkv.memory import LayerMemory
+from hybridkv.spec import LatentAttention
 
 _LIBRARY = torch.library.Library("hybridkv", "DEF")
-_ops: Any = torch.ops.hybridkv
 
 
-def operation(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> None:
-    """Define one. `fake`: results of the right shapes with nothing in them."""
+def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function one operation for compilers. `fake`: contiguous results of the right shapes."""
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hybridkv::{name}", fake, lib=_LIBRARY)
+
+    def define(run: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+        _LIBRARY.impl(name, lambda *args: _contiguous(run(*args)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"hybridkv::{name}", fake, lib=_LIBRARY)
+        traced = getattr(torch.ops.hybridkv, name)
+
+        @wraps(run)
+        def call(*args: Any) -> Any:
+            return traced(*args) if torch.compiler.is_dynamo_compiling() else run(*args)
+
+        return call
+
+    return define
+
+
+def _contiguous(result: Any) -> Any:
+    return tuple(one.contiguous() for one in result) if isinstance(result, tuple) else result.contiguous()
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,  # [1, Hq, N, D]
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _ops.attend(query, key, value, s_aux, scale, softcap), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def keeps_latents() -> bool:
+    """Whether the layer's attention keeps what keys and values are made of. The same for all layers of a graph."""
     frame = current()
-    if not functions.keeps_latents(frame):
-        functions.write(frame, key, value)
-    return functions.attend(frame, frame.attention_layer, query, key, value, scale, softcap, sinks).contiguous()
+    return isinstance(frame.memory.attention(frame.attention_layer).spec, LatentAttention)
 
 
-operation(
+@operation(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, float? softcap) -> Tensor",
-    lambda q, k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1]),
-    _attend,
+    lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
 )
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """q: [N, Hq, D], k, v: this step's, [N, H, D], which are written first -> [N, Hq, Dv]
+
+    Latents are written already: k, v are those of every visible token, expanded, [K, H, D].
+    """
+    frame = current()
+    layer = frame.memory.attention(frame.attention_layer)
+    if isinstance(layer.spec, LatentAttention):
+        run = kernel("attend_visible", q.device)
+        out: Tensor = run(q, k, v, frame.tokens(layer), scale=scale, sinks=sinks, softcap=softcap)
+        return out
+    _write(layer, frame.tokens(layer), k, v)
+    return attend_written(frame.attention_layer, q, sinks, scale, softcap)
 
 
-def _keep_latents(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This step's latents [1, 1, N, D] -> those of every visible token [1, 1, K, D]."""
-    layer, table = functions.write(current(), key, value)
-    first, second = (gather_tokens(part, table) for part in layer.parts.values())  # [K, 1, D]
-    return first.to(key.dtype).transpose(0, 1)[None].contiguous(), second.to(value.dtype).transpose(0, 1)[
-        None
-    ].contiguous()
+def attend_written(source: int, q: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """source: the layer whose pages are read, as they are. No operation: a graph carries no layer's number."""
+    frame = current()
+    layer = frame.memory.attention(source)
+    keys, values = layer.parts.values()
+    run = kernel("attend", q.device)
+    out: Tensor = run(q, keys, values, frame.tokens(layer), scale=scale, sinks=sinks, softcap=softcap)
+    return out
 
 
 def _latents_like(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     count = torch.library.get_ctx().new_dynamic_size()
-    return key.new_empty(1, 1, count, key.shape[-1]), value.new_empty(1, 1, count, value.shape[-1])
+    return key.new_empty(count, *key.shape[1:]), value.new_empty(count, *value.shape[1:])
 
 
-operation("keep_latents(Tensor key, Tensor value) -> (Tensor, Tensor)", _latents_like, _keep_latents)
-keep_latents = _ops.keep_latents
+@operation("keep_latents(Tensor key, Tensor value) -> (Tensor, Tensor)", _latents_like)
+def keep_latents(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """This step's latents [N, 1, D] -> those of every visible token [K, 1, D], request after request."""
+    frame = current()
+    layer = frame.memory.attention(frame.attention_layer)
+    table = frame.tokens(layer)
+    _write(layer, table, key, value)
+    first, second = layer.parts.values()
+    return gather_tokens(first, table).to(key.dtype), gather_tokens(second, table).to(value.dtype)
 
 
-# --- convolutions and scans -------------------------------------------------------------------------------------------
+def _write(layer: LayerMemory, table: TokenTable, key: Tensor, value: Tensor) -> None:
+    first, second = layer.parts.values()
+    write_tokens(first, table, key)
+    write_tokens(second, table, value)
 
 
-def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any) -> Tensor:
-    out: Tensor = _ops.conv(x, weight, bias, activation)
-    return out.transpose(1, 2)
+# --- convolutions and scans: shapes are those of the kernels ----------------------------------------------------------
 
 
-operation(
-    "conv(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor",
-    lambda x, *_: x.new_empty(1, x.shape[2], x.shape[1]),
-    lambda *args: functions.conv(current(), *args).transpose(1, 2).contiguous(),
+def _state(part: str) -> tuple[Tensor, SegmentTable]:
+    frame = current()
+    layer = frame.memory.state(frame.state_layer)
+    return layer.parts[part], frame.segments(layer)
+
+
+@operation("conv(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor", lambda x, *_: x.new_empty(x.shape))
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Any:
+    return kernel("conv", x.device)(x, weight, bias, activation, *_state("conv"))
+
+
+@operation(
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool l2norm) -> Tensor",
+    lambda q, k, v, *_: q.new_empty(v.shape),
 )
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Any:
+    return kernel("gated_delta", q.device)(q, k, v, g, beta, *_state("recurrent"), l2norm=l2norm)
 
 
-def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    out = _ops.gated_delta(q, k, v, g, beta, use_qk_l2norm_in_kernel)
-    return out, out.new_empty(0)
+@operation(
+    "kimi_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool l2norm) -> Tensor",
+    lambda q, k, v, *_: q.new_empty(v.shape),
+)
+def kimi_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Any:
+    return kernel("kimi_delta", q.device)(q, k, v, g, beta, *_state("recurrent"), l2norm=l2norm)
 
 
-def kimi_delta(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    out = _ops.kimi_delta(q, k, v, g, beta, use_qk_l2norm_in_kernel)
-    return out, out.new_empty(0)
-
-
-def _delta(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    def operate(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Tensor:
-        return run(current(), q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=l2norm)[0].contiguous()
-
-    return operate
-
-
-for _name, _run in (("gated_delta", functions.gated_delta), ("kimi_delta", functions.kimi_delta)):
-    operation(
-        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool l2norm) -> Tensor",
-        lambda q, k, v, *_: q.new_empty(v.shape),
-        _delta(_run),
-    )
-
-
+@operation(
+    "mamba2(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, bool softplus, float low,"
+    " float high) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+)
 def mamba2(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
     b: Tensor,
     c: Tensor,
-    chunk_size: int = 0,
-    D: Tensor | None = None,  # noqa: N803  (as models name it)
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    assert z is None, "no family gates inside the scan"
-    out = _ops.mamba2(x, dt, a, b, c, D, dt_bias, dt_softplus, *dt_limit)
-    return out, out.new_empty(0)
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    low: float,
+    high: float,
+) -> Any:
+    run, options = kernel("mamba2", x.device), {"d": d, "dt_bias": dt_bias}
+    return run(x, dt, a, b, c, *_state("recurrent"), **options, dt_softplus=softplus, dt_limit=(low, high))
 
 
-operation(
-    "mamba2(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, bool softplus, float low,"
-    " float high) -> Tensor",
-    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
-    lambda x, dt, a, b, c, d, dt_bias, softplus, low, high: functions.mamba2(
-        current(), x, dt, a, b, c, D=d, dt_bias=dt_bias, dt_softplus=softplus, dt_limit=(low, high)
-    )[0].contiguous(),
+@operation(
+    "mamba1(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? z, Tensor? dt_bias, bool softplus)"
+    " -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
 )
-
-
 def mamba1(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
     b: Tensor,
     c: Tensor,
-    D: Tensor | None = None,  # noqa: N803
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    out = _ops.mamba1(x, dt, a, b, c, D, z, delta_bias, delta_softplus)
-    return out.transpose(1, 2), out.new_empty(0)
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+) -> Any:
+    run = kernel("mamba1", x.device)
+    return run(x, dt, a, b, c, *_state("recurrent"), d=d, z=z, dt_bias=dt_bias, dt_softplus=softplus)
 
 
-operation(
-    "mamba1(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? z, Tensor? dt_bias, bool softplus)"
-    " -> Tensor",
-    lambda x, *_: x.new_empty(1, x.shape[2], x.shape[1]),
-    lambda *args: functions.mamba1(current(), *args)[0].transpose(1, 2).contiguous(),
-)
-
-operation(
-    "lightning(Tensor q, Tensor k, Tensor v, Tensor slope) -> Tensor",
-    lambda q, *_: q.new_empty(q.shape),
-    lambda *args: functions.lightning_scan(current(), *args).contiguous(),
-)
-
-
-def lightning(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return functions.around_lightning(mixer, hidden_states, _ops.lightning), None
+@operation("lightning(Tensor q, Tensor k, Tensor v, Tensor slope) -> Tensor", lambda q, *_: q.new_empty(q.shape))
+def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Any:
+    return kernel("lightning", q.device)(q, k, v, slope, *_state("recurrent"))

@@ -1,4 +1,4 @@
-"""What a model believes to be its cache. It writes keys and values to pages, and always denies having a past.
+"""What a model believes to be its cache. It hands keys and values on to pages, and always denies having a past.
 
 Told that there is none, every mixer takes its one prefill branch, even for a single token, and calls the conv and scan
 functions that `functions` stands in for: those read and write the states' pages themselves.
@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hybridkv.engine.seams import functions, ops
-from hybridkv.engine.seams.frame import current, tracing
-from hybridkv.kernels.tokens import gather_tokens
-from hybridkv.spec import LatentAttention
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def keeps_latents() -> bool:
-    """While tracing: the same for all attention of a class."""
-    return functions.keeps_latents(current())
+from hybridkv.engine.seams import functions
+from hybridkv.engine.seams.frame import current, enter_attention_layer, enter_state_layer
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -32,25 +24,11 @@ class PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's tokens (`[1, heads, N, dim]`) to their pages.
-
-        Attention reads pages by itself, so what comes back is only passed through; but latents are expanded by the
-        model first, so those of every visible token come back, request after request.
-        """
-        if tracing():
-            return ops.keep_latents(key, value) if keeps_latents() else (key, value)  # else attention writes them
-        frame = current()
-        frame.attention_layer = layer_idx
-        layer, table = functions.write(frame, key, value)
-        if isinstance(layer.spec, LatentAttention):
-            first, second = layer.parts.values()
-            key = gather_tokens(first, table).to(key.dtype).transpose(0, 1)[None]
-            value = gather_tokens(second, table).to(value.dtype).transpose(0, 1)[None]
-        return key, value
+        enter_attention_layer(layer_idx)
+        return functions.keep(key, value)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not tracing():
-            current().state_layer = layer_idx
+        enter_state_layer(layer_idx)
         return conv_states
 
     def update_recurrent_state(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +48,4 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Llama 4 adds this to 0, 1, 2 ... to scale queries by their positions: give it what makes that true."""
-        if layer_idx is None:
-            return 0
-        positions = current().positions
-        return positions - torch.arange(len(positions), device=positions.device)
+        return 0 if layer_idx is None else current().shifts
