@@ -44,8 +44,7 @@ class Uploader:
         flat = np.concatenate(tuple(columns.values()), axis=None, dtype=np.int64, casting="unsafe")
         sizes = [column.size if isinstance(column, np.ndarray) else len(column) for column in columns.values()]
         whole = torch.from_numpy(flat)
-        if self.is_persistent:
-            whole = self._copy(name, whole)
+        whole = self._copy(name, whole) if self.is_persistent else whole.to(self.device)
         return dict(zip(columns, whole.split(sizes), strict=True))
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -66,20 +66,13 @@ def is_running() -> bool:
     return _active.frame is not None
 
 
-def enter_attention_layer(layer: int) -> None:
-    """A layer's keys and values come next.
+def sees_layers() -> bool:
+    """False for a compiler: it is shown no layer's number, so that one graph serves all layers of a kind.
 
-    A compiler is shown no layer's number, so that one graph serves all layers of a kind: the frame has it before the
-    graph runs.
+    The frame has the number before the graph runs. Read a layer's number only behind this question: a compiler guards
+    on every number that it sees passed on.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        current().attention_layer = layer
-
-
-def enter_state_layer(layer: int) -> None:
-    """A layer's convolution and scan come next. Compilers: see `enter_attention_layer`."""
-    if not torch.compiler.is_dynamo_compiling():
-        current().state_layer = layer
+    return not torch.compiler.is_dynamo_compiling()
 
 
 @contextmanager

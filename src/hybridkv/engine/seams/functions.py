@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridkv.engine.seams import ops
-from hybridkv.engine.seams.frame import enter_state_layer
+from hybridkv.engine.seams.frame import current, sees_layers
 
 
 def attention(
@@ -121,7 +121,8 @@ def mamba1(
 
 def lightning(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Lightning attention has no function of its own to stand in for: this is its whole mixer around our scan."""
-    enter_state_layer(mixer.layer_idx)
+    if sees_layers():
+        current().state_layer = mixer.layer_idx
     heads, dim = mixer.num_attention_heads, mixer.head_dim
     q, k, v = mixer.act_fn(mixer.qkv_proj(hidden_states[0])).view(-1, heads, 3 * dim).split(dim, dim=-1)
     out = mixer.norm(ops.lightning(q, k, v, mixer.slope_rate.flatten()).reshape(1, -1, heads * dim))

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hybridkv.engine.seams import functions
-from hybridkv.engine.seams.frame import current, enter_attention_layer, enter_state_layer
+from hybridkv.engine.seams.frame import current, sees_layers
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -24,11 +24,13 @@ class PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        enter_attention_layer(layer_idx)
+        if sees_layers():
+            current().attention_layer = layer_idx
         return functions.keep(key, value)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        enter_state_layer(layer_idx)
+        if sees_layers():
+            current().state_layer = layer_idx
         return conv_states
 
     def update_recurrent_state(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
