@@ -320,7 +320,9 @@ def test_a_conversation_resumes(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script(monkeypatch, SENTENCE, "And then?")
-    replies, stats = chat(capsys, checkpoint, "--stats", "--system", "A state remembers what the window forgets.")
+    replies, stats = chat(
+        capsys, checkpoint, "--stats", "--system-prompt", "A state remembers what the window forgets."
+    )
     first, second = stats.splitlines()
     assert ", 0 of them cached" in first
     cached = int(second.split(" of them cached")[0].split()[-1])

@@ -97,7 +97,9 @@ def test_hits_and_logits_do_not_depend_on_the_pack_size(name: str, pack_size: in
 def test_packs_in_a_tiny_arena(name: str, pack_size: int) -> None:
     """Pages of groups of unequal size are evicted, moved and filled again."""
     memory_bytes = memory_for(copy.deepcopy(model(name, torch.float32)), 2, 60, attn_pack_size=pack_size)
-    driver = Recorder(name, torch.float32, attn_pack_size=pack_size, memory_bytes=memory_bytes, max_step_tokens=40)
+    driver = Recorder(
+        name, torch.float32, attn_pack_size=pack_size, memory_bytes=memory_bytes, max_num_batched_tokens=40
+    )
     for number in range(4):
         driver.add(str(number), prompt(40 + 5 * number, number % 3), SHORT)
     driver.run()

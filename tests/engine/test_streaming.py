@@ -88,9 +88,9 @@ def test_a_restarted_engine_says_the_same_with_less_work(
     "options",
     [
         {"memory": "32MiB"},
-        {"block_tokens": 32},
+        {"block_size": 32},
         {"attn_pack_size": 1},
-        {"kv_dtype": "bfloat16"},
+        {"kv_cache_dtype": "bfloat16"},
         {"state_dtype": "bfloat16"},
         {"dtype": "bfloat16"},
         {"seed": 1},
@@ -202,11 +202,11 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
 
 def test_salts_never_meet_in_a_store(tmp_path: Path) -> None:
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
-        ask(engine, salt="one")
+        ask(engine, cache_salt="one")
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
-        assert ask(engine, salt="two").cached_tokens == 0
+        assert ask(engine, cache_salt="two").cached_tokens == 0
         assert ask(engine).cached_tokens == 0
-        assert ask(engine, salt="one").cached_tokens == 288
+        assert ask(engine, cache_salt="one").cached_tokens == 288
 
 
 @pytest.mark.parametrize("options", [{"stream": "sometimes"}, {"load_timeout_s": 0}, {"store": "nfs://x"}])
@@ -309,7 +309,7 @@ def test_slow_reads_in_a_small_memory_fail_no_request_and_cut_no_reply(tmp_path:
         expected = [ask(engine, one).token_ids for one in prompts]
     store = GarbageStore(FileStore(tmp_path, SIZE), [Fault(Kind.SLOW)])
     with engine_of("llama", store=store, stream="async", load_timeout_s=0.3, memory="150KiB") as engine:
-        assert engine.max_length == 273  # room for one whole request
+        assert engine.max_model_len == 273  # room for one whole request
         results = engine.generate(prompts, long, progress=False)
         assert [result.completions[0].error for result in results] == [None] * 3
         assert [len(result.token_ids) for result in results] == [230] * 3
@@ -346,7 +346,7 @@ from tests.engine.zoo import prompt
 model, store = sys.argv[1:3]
 params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 for _ in range(2):
-    with Engine(model, memory="8MiB", device="cpu", store=store, block_tokens=4, stream="async") as engine:
+    with Engine(model, memory="8MiB", device="cpu", store=store, block_size=4, stream="async") as engine:
         engine.streaming.streamer.catalogue.stretch_blocks = 1
         (result,) = engine.generate(prompt(400, 1), params, progress=False)
         print(result.cached_tokens, dict(engine.streaming.streamer.stats.failures))

@@ -46,10 +46,12 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Engine, model_name: str = MODEL, *, drain_s: int = 5, **options: Any) -> Iterator[Served]:
+def serving(
+    engine: Engine, served_model_name: str = MODEL, *, shutdown_timeout: int = 5, **options: Any
+) -> Iterator[Served]:
     server, ready = Server("127.0.0.1", 0), threading.Event()
-    app = make_app(engine, ServeOptions(model_name, **options))
-    thread = threading.Thread(target=lambda: server.run(app, drain_s=drain_s, on_ready=ready.set))
+    app = make_app(engine, ServeOptions(served_model_name, **options))
+    thread = threading.Thread(target=lambda: server.run(app, shutdown_timeout=shutdown_timeout, on_ready=ready.set))
     thread.start()
     try:
         assert ready.wait(PATIENCE_S)

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 
 
-@takes_engine_options("max_running", "seed")
+@takes_engine_options("max_num_seqs", "seed")
 def chat_command(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="A first message that tells the model how to behave.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="A first message that tells the model how to behave.")
+    ] = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.7,
     top_p: TopPOption = 1.0,
@@ -45,8 +47,8 @@ def chat_command(
     Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
-    with replace(options, max_running=1).start(model) as engine:
-        messages = [{"role": "system", "content": system}] if system else []
+    with replace(options, max_num_seqs=1).start(model) as engine:
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         _check_template(engine, messages)
         while line := _ask():
             messages.append({"role": "user", "content": line})

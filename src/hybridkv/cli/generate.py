@@ -64,8 +64,8 @@ def generate_command(
     """
     wanted = _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
-    at_once = min(options.max_running, max(1, len(wanted) * n))
-    with replace(options, max_running=at_once).start(model) as engine:
+    at_once = min(options.max_num_seqs, max(1, len(wanted) * n))
+    with replace(options, max_num_seqs=at_once).start(model) as engine:
         results = engine.generate(wanted, params, progress=sys.stderr.isatty())
         for result, prompt in zip(results, wanted, strict=True):
             if as_json:

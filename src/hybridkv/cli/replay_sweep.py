@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 from hybridkv.errors import HybridKVError
+from hybridkv.renamed import new_flag
 from hybridkv.units import parse_size
 
-KEYS = ("memory", "policy", "tp", "state-dtype", "block-tokens")
+KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,9 @@ class Combination:
 
     memory: str
     policy: str
-    tp: int
+    tensor_parallel_size: int
     state_dtype: str | None
-    block_tokens: int
+    block_size: int
 
     @property
     def memory_bytes(self) -> int:
@@ -34,6 +35,9 @@ def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
     for sweep in sweeps:
         key, _, text = sweep.partition("=")
         values = [value.strip() for value in text.split(",") if value.strip()]
+        new = new_flag(key, KEYS)
+        if new is not None:
+            raise HybridKVError(f"sweep {sweep!r}: {key} is now {new}")
         if key not in KEYS or not values:
             raise HybridKVError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
         if key in axes:
@@ -44,7 +48,7 @@ def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
 
 
 def _value(key: str, text: str) -> str | int:
-    if key not in ("tp", "block-tokens"):
+    if key not in ("tensor-parallel-size", "block-size"):
         return text
     try:
         return int(text)

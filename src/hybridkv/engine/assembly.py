@@ -19,7 +19,7 @@ from hybridkv.store import Store, open_store
 from hybridkv.stream import Streamer
 from hybridkv.units import parse_size
 
-_STEP_TOKENS = {"cuda": 8192, "cpu": 1024}
+_MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
 """Tokens a step at most: enough to keep the device busy, few enough for those that decode not to wait long."""
 
 _ROW_LAYERS = {"cpu": 1}
@@ -32,9 +32,9 @@ class Settings:
 
     plan: PlanOptions
     policy: str
-    step_tokens: int
-    max_running: int
-    max_length: int | None
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int | None
     seed: int | None
     stream: str
     load_timeout_s: float
@@ -65,9 +65,9 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         cache,
         runner,
         vocab_size=loaded.vocab_size,
-        max_length=min(loaded.max_length, settings.max_length or loaded.max_length),
-        max_step_tokens=settings.step_tokens,
-        max_running=settings.max_running,
+        max_model_len=min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
         eos_ids=loaded.eos_ids,
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
@@ -120,19 +120,22 @@ def plan_options(
     return options
 
 
-def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
+def check_limits(device: str, max_num_batched_tokens: int | None, max_num_seqs: int, max_model_len: int | None) -> int:
     """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
-    step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens
-    if step_tokens < 1:
-        raise HybridKVError(f"max_step_tokens {step_tokens}: a step has at least 1 token; leave it out for a default")
-    if not 1 <= max_running <= step_tokens:
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = _MAX_NUM_BATCHED_TOKENS.get(device, _MAX_NUM_BATCHED_TOKENS["cpu"])
+    if max_num_batched_tokens < 1:
         raise HybridKVError(
-            f"max_running {max_running}: choose 1 to {step_tokens}; each running sample needs one of the tokens of a "
-            f"step (max_step_tokens)"
+            f"max_num_batched_tokens {max_num_batched_tokens}: a step has at least 1 token; leave it out for a default"
         )
-    if max_length is not None and max_length < 2:
-        raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
-    return step_tokens
+    if not 1 <= max_num_seqs <= max_num_batched_tokens:
+        raise HybridKVError(
+            f"max_num_seqs {max_num_seqs}: choose 1 to {max_num_batched_tokens}; each running sample needs one of the "
+            f"tokens of a step (max_num_batched_tokens)"
+        )
+    if max_model_len is not None and max_model_len < 2:
+        raise HybridKVError(f"max_model_len {max_model_len}: a prompt and its reply have at least 2 tokens")
+    return max_num_batched_tokens
 
 
 def as_store(store: str | Sequence[str] | Store) -> Store:

@@ -29,10 +29,12 @@ from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
+from hybridkv.renamed import refuses_old_names
 from hybridkv.store import Store
 from hybridkv.stream import LOAD_TIMEOUT_S
 
 
+@refuses_old_names
 class Engine:
     """A stock Hugging Face model, served from one arena. Close it, or use it in a `with` block."""
 
@@ -43,16 +45,16 @@ class Engine:
         memory: str | int = "2GiB",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        kv_dtype: str | torch.dtype | None = None,
+        kv_cache_dtype: str | torch.dtype | None = None,
         state_dtype: str | torch.dtype | None = None,
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        block_size: int = DEFAULT_BLOCK_TOKENS,
         attn_pack_size: int | None = None,
         row_layers: int | None = None,
         row_order: str = DEFAULT_ROW_ORDER,
         policy: str = DEFAULT_POLICY,
-        max_step_tokens: int | None = None,
-        max_running: int = 256,
-        max_length: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
         tokenizer: str | Path | Any | None = None,
         trust_remote_code: bool = False,
         seed: int | None = None,
@@ -63,21 +65,22 @@ class Engine:
     ) -> None:
         """`model`: a directory a transformers model was saved to, or such a model. `memory`: for the cache alone.
 
-        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_dtype`, `state_dtype`: of
-        what is cached, if not the model's and float32. `attn_pack_size`: full-attention layers that share a page, if
-        not all. `row_layers`: that are loaded and stored together, if not the device's usual number; `row_order`: of
-        heads (h), layers (l), K/V (k) and tokens (t) inside such a row, outermost first. `max_step_tokens`: computed at
-        once, at most; `max_running`: samples at once. `max_length`: of a prompt and its reply, if less than the model's
-        and than what fits into the memory. `seed`: for requests that have none. `store`: URLs of stores for what is
-        computed, the fastest first, or one that is open already; it is closed with the engine. `stream`: how requests
-        load from it, "auto", "async" or "layerwise"; those whose load takes longer than `load_timeout_s` compute by
-        themselves. `compile`: the model's layers, when they first run; "auto": on a GPU, if they can be.
+        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_cache_dtype`,
+        `state_dtype`: of what is cached, if not the model's and float32. `block_size`: tokens in a block.
+        `attn_pack_size`: full-attention layers that share a page, if not all. `row_layers`: that are loaded and stored
+        together, if not the device's usual number; `row_order`: of heads (h), layers (l), K/V (k) and tokens (t) inside
+        such a row, outermost first. `max_num_batched_tokens`: computed at once, at most; `max_num_seqs`: samples at
+        once. `max_model_len`: of a prompt and its reply, if less than the model's and than what fits into the memory.
+        `seed`: for requests that have none. `store`: URLs of stores for what is computed, the fastest first, or one
+        that is open already; it is closed with the engine. `stream`: how requests load from it, "auto", "async" or
+        "layerwise"; those whose load takes longer than `load_timeout_s` compute by themselves. `compile`: the model's
+        layers, when they first run; "auto": on a GPU, if they can be.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
-        limits = {"max_step_tokens": max_step_tokens, "max_length": max_length}
+        limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         check_kinds(
-            whole={"block_tokens": block_tokens, "max_running": max_running},
+            whole={"block_size": block_size, "max_num_seqs": max_num_seqs},
             optional={"attn_pack_size": attn_pack_size, "row_layers": row_layers, **limits},
             seed=seed,
             policy=policy,
@@ -88,15 +91,15 @@ class Engine:
             plan=plan_options(
                 kind,
                 memory=memory,
-                block_tokens=block_tokens,
+                block_tokens=block_size,
                 attn_pack_size=attn_pack_size,
                 row_layers=row_layers,
                 row_order=row_order,
             ),
             policy=policy,
-            step_tokens=check_limits(kind, max_step_tokens, max_running, max_length),
-            max_running=max_running,
-            max_length=max_length,
+            max_num_batched_tokens=check_limits(kind, max_num_batched_tokens, max_num_seqs, max_model_len),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             seed=seed,
             stream=stream,
             load_timeout_s=load_timeout_s,
@@ -108,12 +111,12 @@ class Engine:
                 model,
                 dtype=dtype,
                 device=device,
-                kv_dtype=kv_dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 state_dtype=state_dtype,
                 tokenizer=tokenizer,
                 trust_remote_code=trust_remote_code,
                 with_identity=opened is not None,
-                is_alone=max_running == 1,
+                is_alone=max_num_seqs == 1,
             )
             self.core = build_core(loaded, settings, opened)
         except BaseException:
@@ -124,7 +127,7 @@ class Engine:
         self.model_name = loaded.spec.name
         self.device = loaded.device
         self.tokenizer = loaded.tokenizer
-        self.max_length = self.core.limits.max_length
+        self.max_model_len = self.core.limits.max_model_len
         self.streaming = self.core.streaming
         self._loop = EngineLoop(self.core)
         if self.streaming is not None:
@@ -133,27 +136,28 @@ class Engine:
 
     # --- using it -----------------------------------------------------------------------------------------------------
 
+    @refuses_old_names
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        salt: str = "",
+        cache_salt: str = "",
         progress: bool = True,
     ) -> list[Result]:
         """Complete all prompts, in order. A prompt is a text, token ids, or what `render_chat` makes of messages.
 
-        `params`: for all of them, or one each. `salt`: requests with different salts never share anything. Bad prompts
-        and parameters are refused before any of them starts.
+        `sampling_params`: for all of them, or one each. `cache_salt`: requests with different salts never share
+        anything. Bad prompts and parameters are refused before any of them starts.
         """
         asked = as_list(prompts)
-        chosen = one_each(params, len(asked))
+        chosen = one_each(sampling_params, len(asked))
         requests = self._checked(asked, chosen)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
             for prompt, one in zip(requests, chosen, strict=True):
-                ids.append(self._submit(prompt, one, salt, news.put))
+                ids.append(self._submit(prompt, one, cache_salt, news.put))
             results = collect(news, len(ids), progress)
         except BaseException:
             for request_id in ids:
@@ -161,12 +165,13 @@ class Engine:
             raise
         return [results[request_id] for request_id in ids]
 
+    @refuses_old_names
     async def stream(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, salt: str = ""
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> AsyncIterator[Update]:
         """Updates as tokens come; the last one has the whole result. Leaving the loop early aborts the request."""
         ready = self.prepare(prompt)
-        [chosen] = one_each(params, 1)
+        [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
@@ -174,7 +179,7 @@ class Engine:
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        request_id = self._submit(ready, chosen, salt, sink)
+        request_id = self._submit(ready, chosen, cache_salt, sink)
         done = False
         try:
             while not done:
@@ -216,6 +221,7 @@ class Engine:
         """Raises EngineError if the engine was closed or has failed."""
         self._loop.check_alive()
 
+    @refuses_old_names
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -223,12 +229,13 @@ class Engine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
-        template_options: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Messages as the model's chat template writes them, with breakpoints after messages.
 
         `continue_final_message`: leave the last message open, without `add_generation_prompt`. `add_special_tokens`: on
-        top of the template's. `template_options`: what else the template knows, such as `enable_thinking` of Qwen's.
+        top of the template's. `chat_template_kwargs`: what else the template knows, such as `enable_thinking` of
+        Qwen's.
         """
         return render_chat(
             self._need_tokenizer(),
@@ -236,7 +243,7 @@ class Engine:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             add_special_tokens=add_special_tokens,
-            options=template_options,
+            options=chat_template_kwargs,
         )
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -292,12 +299,12 @@ class Engine:
             raise RequestError(f"{self.model_name} has no tokenizer here: pass token ids, or tokenizer= to the engine")
         return self.tokenizer
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, salt: str, sink: Any) -> str:
+    def _submit(self, prompt: Prompt, params: SamplingParams, cache_salt: str, sink: Any) -> str:
         request_id = f"request-{next(self._numbers)}"
         packed = pack_tokens(prompt.token_ids)
 
         def add() -> None:
-            self.core.add(request_id, packed, params, salt=salt, breakpoints=prompt.breakpoints)
+            self.core.add(request_id, packed, params, salt=cache_salt, breakpoints=prompt.breakpoints)
 
         self._loop.add(request_id, sink, add)
         return request_id

@@ -40,7 +40,7 @@ class LoadedModel:
     spec: ModelSpec
     device: torch.device
     vocab_size: int
-    max_length: int
+    max_model_len: int
     eos_ids: frozenset[int]
     identity: str
     """A digest of the weights, if it was asked for; else empty."""
@@ -55,7 +55,7 @@ def load(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-    kv_dtype: str | torch.dtype | None = None,
+    kv_cache_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | Any | None = None,
     trust_remote_code: bool = False,
@@ -67,7 +67,7 @@ def load(
     `is_alone`: it will compute one sample at a time.
     """
     where = choose_device(device)
-    kv_type, state_type = _cache_dtype("kv_dtype", kv_dtype), _cache_dtype("state_dtype", state_dtype)
+    kv_type, state_type = _cache_dtype("kv_cache_dtype", kv_cache_dtype), _cache_dtype("state_dtype", state_dtype)
     _check_tokenizer(tokenizer)
     path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
@@ -85,7 +85,7 @@ def load(
     spec = read_config(
         _as_loaded(loaded),
         name=model_name(loaded, path),
-        kv_dtype=kv_type,
+        kv_cache_dtype=kv_type,
         state_dtype=state_type,
         source="a model in memory" if path is None else str(path),
     )
@@ -97,7 +97,7 @@ def load(
         spec=spec,
         device=where,
         vocab_size=int(loaded.get_input_embeddings().num_embeddings),
-        max_length=_max_length(text),
+        max_model_len=_max_model_len(text),
         eos_ids=_eos_ids(loaded, found),
         identity=identity,
     )
@@ -202,7 +202,7 @@ def _damaged(path: str) -> str:
     return "a file of weights is cut off or damaged"
 
 
-def _max_length(text: PretrainedConfig) -> int:
+def _max_model_len(text: PretrainedConfig) -> int:
     """Tokens that the model has positions for.
 
     "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache
