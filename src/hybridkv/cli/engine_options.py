@@ -81,8 +81,7 @@ class EngineOptions:
         float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
     ] = 30.0
     compile: Annotated[
-        bool,
-        typer.Option("--compile/--no-compile", help="Compile the model's layers: slow to start, then faster on a GPU."),
+        bool, typer.Option("--compile", help="Compile the model's layers: slow to start, then faster on a GPU.")
     ] = False
 
     def start(self, model: str) -> Engine:
