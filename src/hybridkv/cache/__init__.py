@@ -3,7 +3,7 @@
 from hybridkv.cache import cache
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
-from hybridkv.cache.lease import CacheError, Lease, Match, NoRoom, Segment, StepTables
+from hybridkv.cache.lease import Lease, Match, NoRoom, Segment, StepTables
 from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, PinnedPages, PinState
@@ -11,6 +11,7 @@ from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, K
 from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
 from hybridkv.cache.room import could_fit, extend_some, longest_fit
 from hybridkv.cache.stats import CacheStats, Event
+from hybridkv.errors import CacheError
 
 IS_COMPILED = not str(cache.__file__).endswith(".py")
 """Whether this is the core that HYBRIDKV_COMPILE=1 builds."""

@@ -20,7 +20,7 @@ from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.keeper import Keeper
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.leaders import find_leader, find_rebuilder
-from hybridkv.cache.lease import CacheError, InFlight, Lease, Match, NoRoom, StepTables
+from hybridkv.cache.lease import InFlight, Lease, Match, NoRoom, StepTables
 from hybridkv.cache.leasing import Leasing
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
@@ -32,6 +32,7 @@ from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens, root_key
+from hybridkv.errors import CacheError
 
 
 class Cache:

@@ -10,7 +10,7 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
 
@@ -23,11 +23,11 @@ def pack_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian int32. An int32 array or packed bytes are taken as they are; lists cost more."""
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % TOKEN_BYTES:
-            raise HybridKVError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
+            raise InputError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
         return bytes(tokens)
     if isinstance(tokens, np.ndarray):
         if tokens.dtype != np.dtype("<i4") or tokens.ndim != 1:
-            raise HybridKVError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
+            raise InputError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
     if count == 1:  # what decoding samples
@@ -42,7 +42,7 @@ def pack_tokens(tokens: TokenIds) -> bytes:
     try:
         return packer.pack(*tokens)
     except struct.error as error:
-        raise HybridKVError(f"token ids must be integers that fit into 32 bits: {error}") from None
+        raise InputError(f"token ids must be integers that fit into 32 bits: {error}") from None
 
 
 def root_key(salt: str = "", extra_keys: Sequence[str] = ()) -> bytes:

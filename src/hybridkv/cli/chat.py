@@ -21,7 +21,7 @@ from hybridkv.cli.engine_options import (
     takes_engine_options,
 )
 from hybridkv.cli.tables import write
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import InputError, ReplyError, RequestError
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams
@@ -66,7 +66,7 @@ def _check_template(engine: Engine, messages: list[dict[str, str]]) -> None:
     try:
         engine.render_chat([*messages, {"role": "user", "content": "Hello"}])
     except RequestError as error:
-        raise HybridKVError(f"{engine.model_name} cannot chat: {error}; hybridkv generate completes texts") from None
+        raise InputError(f"{engine.model_name} cannot chat: {error}; hybridkv generate completes texts") from None
 
 
 def _ask() -> str:
@@ -78,7 +78,7 @@ def _ask() -> str:
             write("")
         return ""
     except UnicodeDecodeError as error:
-        raise HybridKVError(f"cannot read a message from standard input: {error}") from None
+        raise InputError(f"cannot read a message from standard input: {error}") from None
 
 
 def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | None:
@@ -97,7 +97,7 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | 
         result = None
     write("")
     if result is not None and result.completions[0].error is not None:
-        raise HybridKVError(result.completions[0].error)
+        raise ReplyError(result.completions[0].error)
     return result
 
 

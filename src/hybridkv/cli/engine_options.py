@@ -24,7 +24,7 @@ from hybridkv.cli.cache_options import (
     StateDtypeOption,
 )
 from hybridkv.cli.interrupts import QuietImports
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _engine() -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise HybridKVError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
+        raise InputError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
     return engine
 
 

@@ -1,4 +1,4 @@
-"""The commands, and the one place where errors become an exit code."""
+"""The commands, and the one place where errors become an exit code: 2 for bad input, 1 for what failed otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
 from hybridkv.cli.serve import serve_command
 from hybridkv.cli.store import store_app
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, InputError
 from hybridkv.renamed import new_flag
 
 app = typer.Typer(
@@ -66,7 +66,7 @@ def run(args: list[str]) -> int:
         code = app(args or ["--help"], prog_name="hybridkv", standalone_mode=False)
         sys.stdout.flush()
     except HybridKVError as error:
-        return _complain(str(error))
+        return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone: no error, and nobody to tell

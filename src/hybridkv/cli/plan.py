@@ -16,7 +16,7 @@ from hybridkv.cli.cache_options import (
     StateDtypeOption,
 )
 from hybridkv.cli.tables import compare_table, console, plan_tables, write
-from hybridkv.errors import HybridKVError, PlanError
+from hybridkv.errors import InputError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import Plan, PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
@@ -89,4 +89,4 @@ def _layer_numbers(text: str | None) -> list[int]:
     try:
         return [int(number) for number in text.split(",")] if text else []
     except ValueError:
-        raise HybridKVError(f"taps {text!r} is not a list of layers: write it as 0,12,24") from None
+        raise InputError(f"taps {text!r} is not a list of layers: write it as 0,12,24") from None

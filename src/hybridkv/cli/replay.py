@@ -19,7 +19,7 @@ from hybridkv.cli.replay_plot import check_plot, save_plot
 from hybridkv.cli.replay_sweep import KEYS, Combination, combinations
 from hybridkv.cli.replay_tables import report_tables, sweep_table
 from hybridkv.cli.tables import console, write
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.models import compute_of, load_model
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS
@@ -83,7 +83,7 @@ def replay_command(
     Reports how many prompt tokens the cache supplies, why it does not supply the others, and what that costs.
     """
     if limit is not None and limit < 1:
-        raise HybridKVError(f"limit {limit}: replay at least 1 request")
+        raise InputError(f"limit {limit}: replay at least 1 request")
     base = Combination(
         memory=memory,
         policy=policy,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.renamed import new_flag
 from hybridkv.units import parse_size
 
@@ -37,11 +37,11 @@ def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
         values = [value.strip() for value in text.split(",") if value.strip()]
         new = new_flag(key, KEYS)
         if new is not None:
-            raise HybridKVError(f"sweep {sweep!r}: {key} is now {new}")
+            raise InputError(f"sweep {sweep!r}: {key} is now {new}")
         if key not in KEYS or not values:
-            raise HybridKVError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
+            raise InputError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
         if key in axes:
-            raise HybridKVError(f"sweep over {key!r} twice: give all its values at once, as {key}=V1,V2")
+            raise InputError(f"sweep over {key!r} twice: give all its values at once, as {key}=V1,V2")
         axes[key] = [_value(key, value) for value in dict.fromkeys(values)]
     names = [key.replace("-", "_") for key in axes]
     return [replace(base, **dict(zip(names, values, strict=True))) for values in product(*axes.values())]
@@ -53,4 +53,4 @@ def _value(key: str, text: str) -> str | int:
     try:
         return int(text)
     except ValueError:
-        raise HybridKVError(f"sweep over {key}: {text!r} is not a whole number") from None
+        raise InputError(f"sweep over {key}: {text!r} is not a whole number") from None

@@ -15,7 +15,7 @@ from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
 from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _serve() -> Any:
         known = {"fastapi", "pydantic", "prometheus_client", "starlette", "torch", "transformers", "uvicorn"}
         if error.name not in known:
             raise
-        raise HybridKVError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
+        raise InputError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
     return serve
 
 
@@ -138,21 +138,21 @@ def _keys(given: list[str]) -> tuple[str, ...]:
     keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-            raise HybridKVError("an API key that is empty or has other than printable ASCII: it could not be sent")
+            raise InputError("an API key that is empty or has other than printable ASCII: it could not be sent")
     return tuple(keys)
 
 
 def _check_numbers(*, port: int, max_waiting: int, max_body_bytes: int, shutdown_timeout: int) -> None:
     if not 0 <= port <= _HIGHEST_PORT:
-        raise HybridKVError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
+        raise InputError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
     if max_waiting < 1:
-        raise HybridKVError(f"max waiting {max_waiting}: at least 1 request must be let in")
+        raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
     if max_body_bytes < _LEAST_BODY_BYTES:
-        raise HybridKVError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
+        raise InputError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
     if shutdown_timeout < 0:
-        raise HybridKVError(f"shutdown timeout {shutdown_timeout} s: choose 0 or more")
+        raise InputError(f"shutdown timeout {shutdown_timeout} s: choose 0 or more")
 
 
 def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise HybridKVError(f"{what} {value!r}: choose {' or '.join(known)}")
+        raise InputError(f"{what} {value!r}: choose {' or '.join(known)}")

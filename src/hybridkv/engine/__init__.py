@@ -3,11 +3,11 @@
 from hybridkv.engine.chat import Prompt, render_chat
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.families import SUPPORTED
-from hybridkv.engine.loop import EngineError
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.sampler import TokenLogprobs
 from hybridkv.engine.stats import EngineStats, MemoryUse
+from hybridkv.errors import EngineError
 
 __all__ = [
     "SUPPORTED",

@@ -16,7 +16,7 @@ from hybridkv.engine.families import check_supported
 from hybridkv.engine.identity import model_identity, model_name
 from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
-from hybridkv.errors import ConfigError, HybridKVError
+from hybridkv.errors import ConfigError, HybridKVError, InputError
 from hybridkv.memory.memory import torch_dtype
 from hybridkv.models import Compute, read_compute
 from hybridkv.models.reader import open_config, read_config
@@ -110,12 +110,12 @@ def choose_device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
-        raise HybridKVError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
+        raise InputError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
     if chosen.type not in ("cpu", "cuda"):
-        raise HybridKVError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
+        raise InputError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
     num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
-        raise HybridKVError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
+        raise InputError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
     return chosen
 
 
@@ -134,7 +134,7 @@ def _check_path(model: str | Path) -> None:
 
 def _weights_dtype(dtype: str | torch.dtype) -> torch.dtype:
     names = ", ".join(one.value for one in _COMPUTES_IN)
-    refusal = HybridKVError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
+    refusal = InputError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
     try:
         parsed = DType.parse(str(dtype))
     except HybridKVError:
@@ -149,9 +149,7 @@ def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
         return None
     parsed = DType.parse(str(dtype))
     if not torch_dtype(parsed).is_floating_point:
-        raise HybridKVError(
-            f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type"
-        )
+        raise InputError(f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type")
     return parsed
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import uvicorn
 from starlette.types import ASGIApp
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.renamed import refuses_old_names
 
 LOG = logging.getLogger("hybridkv.serve")
@@ -34,7 +34,7 @@ class Server:
         except (OSError, OverflowError) as error:
             self._socket.close()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise HybridKVError(
+            raise InputError(
                 f"cannot listen on {host} port {port}: {reason}; choose another --port or --host"
             ) from None
         self.host = host

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import MissingObject, StoreFault, StoreInputError
 from hybridkv.store.about import encode_description, read_descriptions
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, Draft, Usage
 from hybridkv.store.buffers import Buffers
 from hybridkv.store.drafts import DraftFile, Drafts
-from hybridkv.store.errors import MissingObject, StoreError, StoreFault
 from hybridkv.store.file_io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
 from hybridkv.store.folder import ROOT, Folder
 from hybridkv.store.ledger import Books, Ledger
@@ -33,7 +32,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class FileBlobs(Blobs):
     def __init__(self, path: Path, size: int, direct: Direct, sync: bool, collect: bool) -> None:
         if size < 1:
-            raise HybridKVError(f"a file store of {size} bytes: give it a size such as 200GiB")
+            raise StoreInputError(f"a file store of {size} bytes: give it a size such as 200GiB")
         self.size = size
         self.sync = sync
         self.folder = Folder(path)
@@ -46,7 +45,7 @@ class FileBlobs(Blobs):
             self.ledger = Ledger(self.folder.ledger, self.recount, self.folder.mend)
         if direct is Direct.ON and not can_read_directly(str(self.folder.ledger)):
             self.ledger.close()
-            raise StoreError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
+            raise StoreInputError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
         if collect:
             with faults("open the store at", path), self.ledger.open() as books:
                 books.nbytes -= self._drafts.remove_dead().nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
-from hybridkv.store.errors import StoreError
+from hybridkv.errors import StoreError
 
 
 class Gate:

@@ -8,9 +8,9 @@ from threading import Lock
 
 import numpy as np
 
+from hybridkv.errors import StoreError
 from hybridkv.store.buffers import as_bytes, gather
 from hybridkv.store.courier import Courier, Errand
-from hybridkv.store.errors import StoreError
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Store
 from hybridkv.store.tier_io import write_object

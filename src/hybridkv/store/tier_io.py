@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Reader, Store, Writer

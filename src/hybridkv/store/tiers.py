@@ -8,8 +8,8 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
+from hybridkv.errors import StoreError, StoreFault, StoreInputError
 from hybridkv.store.courier import Courier, Errand
-from hybridkv.store.errors import StoreError, StoreFault
 from hybridkv.store.lift import Lift
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
@@ -42,7 +42,7 @@ class TieredStore(Store):
     ) -> None:
         """`patience_s`: how long `close` waits for a copy that does not end."""
         if not tiers:
-            raise StoreError("no tiers: a tiered store has at least one")
+            raise StoreInputError("no tiers: a tiered store has at least one")
         self.tiers = tuple(tier.store for tier in tiers)
         self._back = [level for level, tier in enumerate(tiers[:-1]) if tier.write is Write.BACK]
         self._written = self.tiers[: self._back[0] + 1] if self._back else self.tiers

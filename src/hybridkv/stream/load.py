@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from hybridkv.cache import StepTables
+from hybridkv.errors import StoreError
 from hybridkv.plan import Row
 from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
-from hybridkv.store.errors import StoreError
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 from hybridkv.stream.pages import PageBytes
 from hybridkv.stream.workers import Workers
