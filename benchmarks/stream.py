@@ -104,7 +104,7 @@ class Bench:
         engine, store = self.engine(stream, bytes_per_s)
         layers = LayerTimes()
         with engine:
-            engine.core.runner.observe(layers)
+            engine.observe_layers(layers)
             _ttft(engine, self.prompts.next(), reset=True)
             seconds, io, cached = [], [], 0
             for _ in range(self.args.repeats):
@@ -130,8 +130,7 @@ class Streamed(NamedTuple):
 def _ttft(engine: Engine, prompt: Sequence[int], *, reset: bool = False) -> float:
     if reset:
         engine.reset_cache()
-    if engine.streaming is not None:
-        engine.streaming.streamer.drain()
+    engine.flush_store()
     return engine.generate([prompt], ONE_TOKEN, progress=False)[0].metrics.ttft_s
 
 

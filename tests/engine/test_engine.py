@@ -145,8 +145,8 @@ def test_leaving_a_stream_aborts_its_request(engine: Engine) -> None:
 
     asyncio.run(leave())
     engine.check_integrity()
-    assert not engine.core.has_work
-    assert not engine.core.cache.leases
+    assert not engine._core.has_work
+    assert not engine._core.cache.leases
 
 
 def test_threads_share_an_engine(engine: Engine) -> None:
@@ -174,10 +174,10 @@ def test_threads_share_an_engine(engine: Engine) -> None:
     ],
 )
 def test_bad_prompts_are_refused_and_nothing_starts(engine: Engine, bad: Any, message: str) -> None:
-    before = engine.core.cache.stats.requests
+    before = engine._core.cache.stats.requests
     with pytest.raises(HybridKVError, match=message):
         engine.generate([[5, 6, 7], bad], GREEDY, progress=False)
-    assert engine.core.cache.stats.requests == before
+    assert engine._core.cache.stats.requests == before
 
 
 def test_reset_forgets_everything(engine: Engine) -> None:
@@ -231,7 +231,7 @@ def test_a_bug_in_the_engine_reaches_everyone_who_waits(monkeypatch: pytest.Monk
     def broken() -> None:
         raise AssertionError("books are wrong")
 
-    monkeypatch.setattr(engine.core, "step", broken)
+    monkeypatch.setattr(engine._core, "step", broken)
     with pytest.raises(EngineError, match="books are wrong") as caught:
         engine.generate([5, 6], GREEDY, progress=False)
     assert not isinstance(caught.value, ValueError)

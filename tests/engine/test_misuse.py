@@ -161,7 +161,7 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 
 def test_dtypes_and_devices_may_be_torchs(checkpoint: Path) -> None:
     with Engine(checkpoint, memory="4MiB", dtype=torch.bfloat16, device=torch.device("cpu")) as engine:
-        assert engine.core.runner.model.dtype is torch.bfloat16
+        assert engine._core.runner.model.dtype is torch.bfloat16
 
 
 def broken(checkpoint: Path, directory: Path, name: str, text: bytes) -> Path:

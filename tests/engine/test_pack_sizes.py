@@ -116,8 +116,7 @@ def test_an_engine_finds_what_it_computed_and_what_it_stored(name: str, dtype: s
     sizes: dict[str, Any] = {"memory": "8MiB", "store": "memory://?size=8MiB"}
     with Engine(own, dtype=dtype, device="cpu", attn_pack_size=pack_size, **sizes) as engine:
         results = [engine.generate(prompt(70, 1), SHORT, progress=False)[0] for _ in range(2)]
-        assert engine.streaming is not None
-        engine.streaming.streamer.drain()
+        engine.flush_store()
         engine.reset_cache()
         results += engine.generate(prompt(70, 1), SHORT, progress=False)
     assert [result.cached_tokens for result in results] == [0, 64, 64]

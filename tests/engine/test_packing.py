@@ -133,7 +133,7 @@ def test_only_weights_of_the_engine_are_packed(dtype: torch.dtype, tmp_path: Any
     save_checkpoint("llama", tmp_path)
     name = str(dtype).removeprefix("torch.")
     with Engine(tmp_path, memory="4MiB", device="cpu", dtype=name) as engine:
-        assert num_packed(engine.core.runner.model)
+        assert num_packed(engine._core.runner.model)
     model = in_dtype("llama", dtype)
     with Engine(model, memory="4MiB", device="cpu"):
         assert not num_packed(model)  # it is the caller's
@@ -152,8 +152,8 @@ def test_float32_is_packed_unless_requests_come_one_at_a_time(tmp_path: Any) -> 
     assert not can_pack(model, is_alone=True)
     save_checkpoint("qwen3_next", tmp_path)
     with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32", max_num_seqs=1) as engine:
-        assert not num_packed(engine.core.runner.model)
+        assert not num_packed(engine._core.runner.model)
     with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32") as engine:
-        served = engine.core.runner.model
+        served = engine._core.runner.model
         assert num_packed(served)
         assert not any(hasattr(module, "packed_up") for module in served.modules())  # experts get a token or two

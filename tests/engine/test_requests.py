@@ -168,7 +168,7 @@ def test_an_interrupted_generate_aborts_what_it_asked_for(engine: Engine, monkey
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9, 1), prompt(9, 2)], replace(GREEDY, max_tokens=400), progress=False)
     engine.check_integrity()
-    assert not engine.core.has_work
+    assert not engine._core.has_work
 
 
 def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
@@ -176,14 +176,14 @@ def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
         raise RuntimeError("Event loop is closed")
 
     def add() -> None:
-        engine.core.add("deaf", prompt(9, 1), replace(GREEDY, max_tokens=400))
+        engine._core.add("deaf", prompt(9, 1), replace(GREEDY, max_tokens=400))
 
     engine._loop.add("deaf", gone, add)
     engine.generate(prompt(9, 2), GREEDY, progress=False)
-    assert not engine.core.has_work
+    assert not engine._core.has_work
 
 
 def test_a_limit_of_the_engine_and_its_dtype() -> None:
     with Engine(fresh("llama"), memory="4MiB", device="cpu", max_model_len=30, dtype="bfloat16") as engine:
-        assert engine.core.runner.model.dtype == torch.bfloat16
+        assert engine._core.runner.model.dtype == torch.bfloat16
         assert len(engine.generate(prompt(20, 1), replace(GREEDY, max_tokens=50), progress=False)[0].token_ids) == 10

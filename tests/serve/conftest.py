@@ -41,6 +41,6 @@ def served(one_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def pace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
     pace = Pace(engine)
-    monkeypatch.setattr(engine.core, "step", pace.step)
+    monkeypatch.setattr(engine._core, "step", pace.step)
     yield pace
     pace.run()

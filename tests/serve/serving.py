@@ -109,9 +109,9 @@ def eventually(holds: Callable[[], bool]) -> bool:
 def check_idle(served: Served) -> None:
     """Nothing runs, waits or is held, the books are right, and a reset gives every page back."""
     engine = served.engine
-    assert eventually(lambda: not engine.core.has_work)
+    assert eventually(lambda: not engine._core.has_work)
     assert eventually(lambda: served.metrics()["hybridkv_server_waiting_requests"] == 0)
-    assert all(lease.is_pin for lease in engine.core.cache.leases)
+    assert all(lease.is_pin for lease in engine._core.cache.leases)
     engine.check_integrity()
     engine.reset_cache()
     assert not any(engine.stats().memory.used_bytes.values())
@@ -121,9 +121,9 @@ class Pace:
     """An engine that takes steps only when told to. What others ask of it happens between steps, as ever."""
 
     def __init__(self, engine: Engine) -> None:
-        self.core = engine.core
+        self.core = engine._core
         self._inbox = engine._loop._inbox
-        self._step = engine.core.step
+        self._step = engine._core.step
         self._permits = threading.Semaphore(0)
         self._at_door = threading.Event()
         self._is_free = False

@@ -51,7 +51,7 @@ def test_those_that_are_cut_short_are_told(engine: Engine, pace: Pace, caplog: p
         assert json.loads(body)["error"]["message"] == STOPPING
     assert outcomes(caplog) == ["stopped"] * 10
     pace.run()
-    assert eventually(lambda: not engine.core.has_work)
+    assert eventually(lambda: not engine._core.has_work)
 
 
 def test_a_request_that_has_not_arrived_whole(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -79,8 +79,8 @@ def test_a_client_that_does_not_read_is_hung_up_on(
     monkeypatch.setattr("tests.serve.serving.Server", NarrowServer)
     with serving(engine, shutdown_timeout=0) as served:
         client = Client(served, prompt=prompt(20, 1), logprobs=60, stream=True)
-        assert eventually(lambda: engine.core.has_work)
-        assert eventually(lambda: not engine.core.has_work)
+        assert eventually(lambda: engine._core.has_work)
+        assert eventually(lambda: not engine._core.has_work)
         start = time.monotonic()
     assert time.monotonic() - start < 5
     client.vanish()

@@ -89,7 +89,7 @@ def serve_command(
 def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], stores: list[str]) -> None:
     """The address, the plan, the stores, and a line to try it with."""
     plan, out = engine.plan, console()
-    reason = ", which is all that fits: --memory gives it more" if engine.core.limits.is_short_of_memory else ""
+    reason = ", which is all that fits: --memory gives it more" if engine.is_short_of_memory else ""
     out.print(
         f"\n[bold]{escape(model_name)}[/] on {engine.device}: {format_bytes(plan.arena_bytes)} for its cache, blocks "
         f"of {plan.options.block_tokens} tokens, up to {engine.max_model_len:,} tokens a request{reason}"

@@ -5,6 +5,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.engine.families import SUPPORTED
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Completion, Metrics, Result, Update
+from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.sampler import TokenLogprobs
 from hybridkv.engine.stats import EngineStats, MemoryUse
 from hybridkv.errors import EngineError
@@ -15,6 +16,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineStats",
+    "LayerObserver",
     "MemoryUse",
     "Metrics",
     "Prompt",

@@ -25,6 +25,7 @@ from hybridkv.engine.loading import choose_device, load
 from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.results import Result, Update
+from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
@@ -118,20 +119,22 @@ class Engine:
                 with_identity=opened is not None,
                 is_alone=max_num_seqs == 1,
             )
-            self.core = build_core(loaded, settings, opened)
+            self._core = build_core(loaded, settings, opened)
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        self.plan = self.core.runner.memory.plan
+        self.plan = self._core.runner.memory.plan
         self.model_name = loaded.spec.name
         self.device = loaded.device
         self.tokenizer = loaded.tokenizer
-        self.max_model_len = self.core.limits.max_model_len
-        self.streaming = self.core.streaming
-        self._loop = EngineLoop(self.core)
-        if self.streaming is not None:
-            self.streaming.streamer.on_event = self._loop.wake_up
+        self.max_model_len = self._core.limits.max_model_len
+        self.is_short_of_memory = self._core.limits.is_short_of_memory
+        """More memory would raise `max_model_len`."""
+        self._streaming = self._core.streaming
+        self._loop = EngineLoop(self._core)
+        if self._streaming is not None:
+            self._streaming.streamer.on_event = self._loop.wake_up
         self._numbers = itertools.count()
 
     # --- using it -----------------------------------------------------------------------------------------------------
@@ -211,11 +214,11 @@ class Engine:
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
         self.check_alive()
-        self.core.limits.check(prompt.token_ids, params)
+        self._core.limits.check(prompt.token_ids, params)
 
     def check_length(self, num_tokens: int) -> None:
         """Of a prompt: raises RequestError if it leaves no room for a reply. `check` does this by itself."""
-        self.core.limits.check_length(num_tokens)
+        self._core.limits.check_length(num_tokens)
 
     def check_alive(self) -> None:
         """Raises EngineError if the engine was closed or has failed."""
@@ -248,28 +251,37 @@ class Engine:
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens."""
-        ids = self.core.limits.check_ids(token_ids).tolist()
+        ids = self._core.limits.check_ids(token_ids).tolist()
         text: str = self._need_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def stats(self) -> EngineStats:
-        """What was done and what is held, as of between two steps."""
-        return self._loop.call(lambda: EngineStats.of(self.core))
+        """What was done and what is held, as of between two steps. docs/stats.md explains each number."""
+        return self._loop.call(lambda: EngineStats.of(self._core))
 
     def reset_cache(self) -> None:
         """Forget everything that memory has; what a store has is found again. Running requests go on."""
-        self._loop.call(self.core.cache.reset)
+        self._loop.call(self._core.cache.reset)
+
+    def flush_store(self) -> None:
+        """Wait until what is on its way to the store is written. Without a store there is nothing to wait for."""
+        if self._streaming is not None:
+            self._streaming.streamer.drain()
+
+    def observe_layers(self, observer: LayerObserver) -> None:
+        """Tell `observer`, on the engine's thread, before and after every decoder layer from the next step on."""
+        self._loop.call(lambda: self._core.runner.observe(observer))
 
     def check_integrity(self) -> None:
         """Recount the cache's books from scratch, between two steps; raises AssertionError where they are wrong."""
-        self._loop.call(self.core.cache.check_integrity)
+        self._loop.call(self._core.cache.check_integrity)
 
     def close(self) -> None:
         """Abort what runs, stop the engine's thread, and write to the store what is on its way there."""
         self._loop.close()
-        self.core.runner.close()
-        if self.streaming is not None:
-            self.streaming.streamer.close()
+        self._core.runner.close()
+        if self._streaming is not None:
+            self._streaming.streamer.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -304,7 +316,7 @@ class Engine:
         packed = pack_tokens(prompt.token_ids)
 
         def add() -> None:
-            self.core.add(request_id, packed, params, salt=cache_salt, breakpoints=prompt.breakpoints)
+            self._core.add(request_id, packed, params, salt=cache_salt, breakpoints=prompt.breakpoints)
 
         self._loop.add(request_id, sink, add)
         return request_id
