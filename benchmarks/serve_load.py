@@ -54,7 +54,7 @@ def build(directory: Path) -> int:
 def server(directory: Path, memory: str, log: Path) -> Iterator[str]:
     """The URL of a server; it must end well."""
     command = [str(Path(sys.executable).with_name("hybridkv")), "serve", str(directory), "--port", "0"]
-    command += ["--name", MODEL, "--memory", memory, "--device", "cpu", "--drain-s", "5"]
+    command += ["--served-model-name", MODEL, "--memory", memory, "--device", "cpu", "--shutdown-timeout", "5"]
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:

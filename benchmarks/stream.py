@@ -78,7 +78,7 @@ class Bench:
             memory=self.args.memory,
             store=store,
             stream=stream,
-            max_step_tokens=self.args.new,
+            max_num_batched_tokens=self.args.new,
             row_layers=self.args.row_layers,
         )
         return engine, store
@@ -90,12 +90,12 @@ class Bench:
             engine.generate([[*self.prompts.stored, 0]], ONE_TOKEN, progress=False)
 
     def recompute(self) -> list[float]:
-        with Engine(self.directory, memory=self.args.memory, max_step_tokens=self.args.new) as engine:
+        with Engine(self.directory, memory=self.args.memory, max_num_batched_tokens=self.args.new) as engine:
             return [_ttft(engine, self.prompts.next(), reset=True) for _ in range(self.args.repeats)]
 
     def compute(self) -> list[float]:
         """The beginning in memory."""
-        with Engine(self.directory, memory=self.args.memory, max_step_tokens=self.args.new) as engine:
+        with Engine(self.directory, memory=self.args.memory, max_num_batched_tokens=self.args.new) as engine:
             _ttft(engine, self.prompts.next(), reset=True)
             _ttft(engine, self.prompts.next())
             return [_ttft(engine, self.prompts.next()) for _ in range(self.args.repeats)]
@@ -104,7 +104,7 @@ class Bench:
         engine, store = self.engine(stream, bytes_per_s)
         layers = LayerTimes()
         with engine:
-            engine.core.runner.observe(layers)
+            engine.observe_layers(layers)
             _ttft(engine, self.prompts.next(), reset=True)
             seconds, io, cached = [], [], 0
             for _ in range(self.args.repeats):
@@ -130,8 +130,7 @@ class Streamed(NamedTuple):
 def _ttft(engine: Engine, prompt: Sequence[int], *, reset: bool = False) -> float:
     if reset:
         engine.reset_cache()
-    if engine.streaming is not None:
-        engine.streaming.streamer.drain()
+    engine.flush_store()
     return engine.generate([prompt], ONE_TOKEN, progress=False)[0].metrics.ttft_s
 
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground floor up; modules on one line may import each other downwards only through the lines before.
 FLOORS = [
     "errors",
+    "renamed",
     "units",
     "sight",
     "spec",

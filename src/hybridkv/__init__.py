@@ -7,9 +7,53 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams, Update
+    from hybridkv.errors import (
+        CacheError,
+        ConfigError,
+        CorruptObject,
+        DiskError,
+        EngineError,
+        HybridKVError,
+        InputError,
+        MissingFieldError,
+        MissingObject,
+        ParallelismError,
+        PlanError,
+        ReplyError,
+        RequestError,
+        StoreError,
+        StoreFault,
+        StoreInputError,
+        TraceError,
+    )
 
 __version__: str
-__all__ = ["Engine", "Prompt", "Result", "SamplingParams", "Update", "__version__"]
+__all__ = [
+    "CacheError",
+    "ConfigError",
+    "CorruptObject",
+    "DiskError",
+    "Engine",
+    "EngineError",
+    "HybridKVError",
+    "InputError",
+    "MissingFieldError",
+    "MissingObject",
+    "ParallelismError",
+    "PlanError",
+    "Prompt",
+    "ReplyError",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "StoreError",
+    "StoreFault",
+    "StoreInputError",
+    "TraceError",
+    "Update",
+    "__version__",
+]
+_OF_ENGINE = ("Engine", "Prompt", "Result", "SamplingParams", "Update")
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +64,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("hybridkv")
+    if name not in _OF_ENGINE:
+        from hybridkv import errors
+
+        return getattr(errors, name)
     try:
         from hybridkv import engine
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import DiskError, InputError, is_disk_failure
 
 DEMO_NAME = "demo-v1"
 """One name, one model: what is built differently gets another."""
@@ -101,7 +101,8 @@ def build_demo_model(directory: Path) -> Path:
             _put_in_place(workshop, place)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise HybridKVError(f"cannot build the demo model as {place}: {reason}; name another directory") from error
+        kind = DiskError if is_disk_failure(error) else InputError
+        raise kind(f"cannot build the demo model as {place}: {reason}; name another directory") from error
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
     return place
@@ -112,7 +113,7 @@ def _is_there(place: Path) -> bool:
     if _is_whole(place):
         return True
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise HybridKVError(f"{place} exists and is not a whole demo model: remove it, or name another directory")
+        raise InputError(f"{place} exists and is not a whole demo model: remove it, or name another directory")
     return False
 
 
@@ -136,7 +137,7 @@ def _write(directory: Path) -> None:
         import transformers
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
-        raise HybridKVError(f"building the demo model needs {error.name}: pip install 'hybridkv[engine]'") from error
+        raise InputError(f"building the demo model needs {error.name}: pip install 'hybridkv[engine]'") from error
     tokenizer = _tokenizer()
     config = transformers.Qwen3NextConfig(
         architectures=["Qwen3NextForCausalLM"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 NEVER: Final = sys.maxsize
 """A position that no request reaches."""
@@ -31,9 +31,9 @@ class Sight:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.chunk is not None:
-            raise HybridKVError(f"a window of {self.window} and a chunk of {self.chunk} tokens: pass one of them")
+            raise InputError(f"a window of {self.window} and a chunk of {self.chunk} tokens: pass one of them")
         if (self.window is not None and self.window < 1) or (self.chunk is not None and self.chunk < 1):
-            raise HybridKVError(f"{self}: a token sees itself, so a window or a chunk has at least 1 token")
+            raise InputError(f"{self}: a token sees itself, so a window or a chunk has at least 1 token")
 
     @property
     def is_local(self) -> bool:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from math import prod
 from typing import ClassVar
 
-from hybridkv.errors import HybridKVError, ParallelismError
+from hybridkv.errors import InputError, ParallelismError
 from hybridkv.sight import EVERYTHING, Sight
 
 
@@ -37,7 +37,7 @@ class DType(StrEnum):
             return cls(_DTYPE_ALIASES.get(name, name))
         except ValueError:
             known = ", ".join([*cls, *_DTYPE_ALIASES])
-            raise HybridKVError(f"unknown dtype {text!r}: choose one of {known}") from None
+            raise InputError(f"unknown dtype {text!r}: choose one of {known}") from None
 
 
 _DTYPE_BYTES = {

@@ -2,7 +2,7 @@
 
 import re
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -14,12 +14,12 @@ def parse_size(text: str) -> int:
     """Bytes in `text`: "80GiB" and "80G" are binary, "80GB" is decimal, a bare number is bytes."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise HybridKVError(f"{text!r} is not a size: write it as 80GiB, 80G, 80GB, 512M or a number of bytes")
+        raise InputError(f"{text!r} is not a size: write it as 80GiB, 80G, 80GB, 512M or a number of bytes")
     prefix, suffix, number = (match["prefix"] or "").upper(), (match["suffix"] or "").upper(), match["number"]
     scale = _DECIMAL[prefix] if suffix == "B" else _BINARY[prefix]
     nbytes = _LARGEST if len(number) > 30 else int(float(number) * scale) if "." in number else int(number) * scale
     if nbytes >= _LARGEST:
-        raise HybridKVError(f"{text[:40]!r} is more than any machine has: write a size below 1024PiB")
+        raise InputError(f"{text[:40]!r} is more than any machine has: write a size below 1024PiB")
     return nbytes
 
 

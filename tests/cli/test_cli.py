@@ -22,7 +22,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
 
 
 def test_json_has_all_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
-    report = plan_json(capsys, "qwen3.5-397b-a17b", "--tp", "2", "--memory", "100GiB")
+    report = plan_json(capsys, "qwen3.5-397b-a17b", "--tensor-parallel-size", "2", "--memory", "100GiB")
     assert report["model"] == "qwen3.5-397b-a17b"
     assert report["tp"] == 2
     assert report["block_tokens"] == 16
@@ -44,24 +44,13 @@ def test_json_has_all_that_is_promised(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    args = [
-        "--block-tokens",
-        "32",
-        "--attn-pack-size",
-        "4",
-        "--row-layers",
-        "2",
-        "--row-order",
-        "klth",
-        "--taps",
-        "1,2",
-    ]
-    dtypes = ["--kv-dtype", "fp8", "--state-dtype", "bf16"]
-    report = plan_json(capsys, "qwen3-next-80b-a3b", *args, *dtypes, "--memory", "20G", "--max-len", "1000")
+    args = ["--block-size", "32", "--attn-pack-size", "4", "--row-layers", "2", "--row-order", "klth", "--taps", "1,2"]
+    dtypes = ["--kv-cache-dtype", "fp8", "--state-dtype", "bf16"]
+    report = plan_json(capsys, "qwen3-next-80b-a3b", *args, *dtypes, "--memory", "20G", "--max-model-len", "1000")
     assert [report[key] for key in ("block_tokens", "attn_pack_size", "row_layers", "row_order")] == [32, 4, 2, "klth"]
     assert report["kv_bytes_per_token"] == 12_288
     assert report["memory_bytes"] == 20 * 2**30
-    assert report["max_len"] == 1000
+    assert report["max_model_len"] == 1000
     groups = {group["name"]: group for group in report["groups"]}
     assert set(groups) == {"state", "full.0", "full.1", "full.2", "taps"}
     assert groups["full.0"]["page_bytes"] == 32 * 4 * 1024
@@ -69,7 +58,9 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_cut_states_are_reported_with_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    report = plan_json(capsys, "qwen3.5-397b-a17b", "--tp", "2", "--memory", "5GiB", "--max-len", "1024")
+    report = plan_json(
+        capsys, "qwen3.5-397b-a17b", "--tensor-parallel-size", "2", "--memory", "5GiB", "--max-model-len", "1024"
+    )
     state = next(group for group in report["groups"] if group["kind"] == "linear_state")
     assert state["pages_per_item"] == 3
     assert [row["page"] for row in state["rows"]] == [0] * 4 + [1] * 4 + [2] * 4
@@ -79,7 +70,7 @@ def test_cut_states_are_reported_with_their_pages(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("model_type", sorted(TINY))
 def test_saved_models_are_planned(model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config(model_type).save_pretrained(tmp_path)
-    report = plan_json(capsys, str(tmp_path), "--memory", "64MiB", "--max-len", "512")
+    report = plan_json(capsys, str(tmp_path), "--memory", "64MiB", "--max-model-len", "512")
     assert report["model"] == tmp_path.name
     assert report["verified"] is True
     assert report["max_requests"] > 0
@@ -99,7 +90,7 @@ def test_several_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_say_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "qwen3.5-397b-a17b", "--tp", "2", "--taps", "3"]) == 0
+    assert run(["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "2", "--taps", "3"]) == 0
     text = capsys.readouterr().out
     for words in ("unverified", "linear state", "2,096", "144", "requests that fit", "weighs 6,252 tokens", "tap page"):
         assert words in text
@@ -126,18 +117,18 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         (["plan", "nope"], "unknown model 'nope'"),
-        (["plan", "qwen3.5-397b-a17b", "--tp", "3"], "sizes that work: 1, 2, 4, 8, 16"),
-        (["plan", "qwen3.5-397b-a17b", "--tp", "0"], "size is 1 to 4096"),
-        (["plan", "qwen3.5-397b-a17b", "--tp", "two"], "--tp"),
+        (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "3"], "sizes that work: 1, 2, 4, 8, 16"),
+        (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "0"], "size is 1 to 4096"),
+        (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "two"], "--tensor-parallel-size"),
         (["plan", "gemma-3-27b", "--memory", "80QB"], "80GiB"),
         (["plan", "qwen3.5-397b-a17b", "--memory", "1MiB"], "give it at least 424MiB"),
-        (["plan", "gemma-3-27b", "--block-tokens", "0"], "1 to 65536 tokens"),
+        (["plan", "gemma-3-27b", "--block-size", "0"], "1 to 65536 tokens"),
         (["plan", "gemma-3-27b", "--attn-pack-size", "11"], "choose 1 to 10"),
-        (["plan", "gemma-3-27b", "--kv-dtype", "int3"], "choose one of"),
+        (["plan", "gemma-3-27b", "--kv-cache-dtype", "int3"], "choose one of"),
         (["plan", "gemma-3-27b", "--state-dtype", "int3"], "choose one of"),
         (["plan", "gemma-3-27b", "--row-order", "abc"], "not an order"),
         (["plan", "gemma-3-27b", "--taps", "a,b"], "write it as 0,12,24"),
-        (["plan", "gemma-3-27b", "--max-len", "0"], "at least 1 token"),
+        (["plan", "gemma-3-27b", "--max-model-len", "0"], "at least 1 token"),
         (["plan", "gemma-3-27b", "--nonsense"], "--nonsense"),
         (["plan"], "MODEL"),
         (["nonsense"], "nonsense"),

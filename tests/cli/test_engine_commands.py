@@ -63,7 +63,7 @@ def test_one_prompt_prints_the_reply_alone(checkpoint: str, capsys: pytest.Captu
 
 def test_compile_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("llama4", tmp_path)  # which cannot be compiled
-    assert run(["generate", str(tmp_path), "-p", "user", *GREEDY, "--no-compile"]) == 0
+    assert run(["generate", str(tmp_path), "-p", "user", *GREEDY]) == 0
     assert run(["generate", str(tmp_path), "-p", "user", *GREEDY, "--compile"]) == 2
     assert "compile=True: layers of type 'llama4_text' cannot be compiled" in capsys.readouterr().err
 
@@ -273,7 +273,7 @@ def test_a_reply_that_fails_takes_no_other_along(
 
     monkeypatch.setattr(Engine, "generate", generate)
     capsys.readouterr()
-    assert run(["generate", checkpoint, "-p", "one", "-p", "two", *GREEDY, *options]) == 2
+    assert run(["generate", checkpoint, "-p", "one", "-p", "two", *GREEDY, *options]) == 1
     captured = capsys.readouterr()
     assert "fine" in captured.out
     assert captured.err == "hybridkv: error: 1 of 2 replies failed: no logits\n"
@@ -320,7 +320,9 @@ def test_a_conversation_resumes(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script(monkeypatch, SENTENCE, "And then?")
-    replies, stats = chat(capsys, checkpoint, "--stats", "--system", "A state remembers what the window forgets.")
+    replies, stats = chat(
+        capsys, checkpoint, "--stats", "--system-prompt", "A state remembers what the window forgets."
+    )
     first, second = stats.splitlines()
     assert ", 0 of them cached" in first
     cached = int(second.split(" of them cached")[0].split()[-1])

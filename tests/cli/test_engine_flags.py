@@ -21,7 +21,7 @@ OPTIONS = {
 }
 
 NO_FLAG = {
-    "chat": {"max_running"}  # a conversation has one reply at a time
+    "chat": {"max_num_seqs"}  # a conversation has one reply at a time
 }
 """Options of the engine that a command fixes."""
 
@@ -35,16 +35,16 @@ OTHER_VALUES: dict[str, tuple[list[str], object]] = {
     "memory": (["--memory", "48MiB"], "48MiB"),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "device": (["--device", "cpu"], "cpu"),
-    "kv_dtype": (["--kv-dtype", "bf16"], "bf16"),
+    "kv_cache_dtype": (["--kv-cache-dtype", "bf16"], "bf16"),
     "state_dtype": (["--state-dtype", "fp16"], "fp16"),
-    "block_tokens": (["--block-tokens", "8"], 8),
+    "block_size": (["--block-size", "8"], 8),
     "attn_pack_size": (["--attn-pack-size", "2"], 2),
     "row_layers": (["--row-layers", "3"], 3),
     "row_order": (["--row-order", "ltkh"], "ltkh"),
     "policy": (["--policy", "lru"], "lru"),
-    "max_step_tokens": (["--max-step-tokens", "300"], 300),
-    "max_running": (["--max-running", "1"], 1),
-    "max_length": (["--max-length", "99"], 99),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "300"], 300),
+    "max_num_seqs": (["--max-num-seqs", "1"], 1),
+    "max_model_len": (["--max-model-len", "99"], 99),
     "tokenizer": (["--tokenizer", "/some/where"], "/some/where"),
     "trust_remote_code": (["--trust-remote-code"], True),
     "seed": (["--seed", "7"], 7),
@@ -101,11 +101,11 @@ def test_every_flag_reaches_the_engine(command: str, monkeypatch: pytest.MonkeyP
 
 
 def test_commands_run_no_more_at_once_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started_with(monkeypatch, "generate")["max_running"] == 2
-    assert started_with(monkeypatch, "generate", "-n", "3")["max_running"] == 6
-    assert started_with(monkeypatch, "generate", "-n", "3", "--max-running", "4")["max_running"] == 4
-    assert started_with(monkeypatch, "chat")["max_running"] == 1
-    assert started_with(monkeypatch, "serve")["max_running"] == 256
+    assert started_with(monkeypatch, "generate")["max_num_seqs"] == 2
+    assert started_with(monkeypatch, "generate", "-n", "3")["max_num_seqs"] == 6
+    assert started_with(monkeypatch, "generate", "-n", "3", "--max-num-seqs", "4")["max_num_seqs"] == 4
+    assert started_with(monkeypatch, "chat")["max_num_seqs"] == 1
+    assert started_with(monkeypatch, "serve")["max_num_seqs"] == 256
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +119,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--kv-dtype", "int3"], "unknown dtype 'int3': choose one of"),
-        (["--kv-dtype", "int8"], "kv_dtype 'int8': what is cached would be cut to whole numbers"),
+        (["--kv-cache-dtype", "int3"], "unknown dtype 'int3': choose one of"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype 'int8': what is cached would be cut to whole numbers"),
         (["--state-dtype", ""], "unknown dtype ''"),
-        (["--block-tokens", "0"], "block of 0 tokens: a block has 1 to"),
+        (["--block-size", "0"], "block of 0 tokens: a block has 1 to"),
         (["--row-layers", "0"], "rows of 0 layers: a row has at least 1 layer"),
         (["--row-order", "hlk"], "row order 'hlk' is not an order of h, l, k and t"),
         (["--policy", "fifo"], "'fifo'"),
-        (["--max-step-tokens", "0"], "max_step_tokens 0: a step has at least 1 token"),
-        (["--max-length", "1"], "max_length 1: a prompt and its reply have at least 2 tokens"),
+        (["--max-num-batched-tokens", "0"], "max_num_batched_tokens 0: a step has at least 1 token"),
+        (["--max-model-len", "1"], "max_model_len 1: a prompt and its reply have at least 2 tokens"),
         (["--tokenizer", "/no/such/place"], "no directory '/no/such/place': name one that a tokenizer was saved to"),
         (["--load-timeout-s", "nan"], "load_timeout_s nan"),
         (["--attn-pack-size", "two"], "--attn-pack-size"),

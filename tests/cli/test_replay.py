@@ -46,18 +46,18 @@ def test_json_has_all_that_is_promised(trace: str, capsys: pytest.CaptureFixture
 
 
 def test_options_reach_the_replay(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--limit", "5", "--speed", "2", "--block-tokens", "32", "--state-dtype", "bf16", "--kv-dtype", "fp8"]
+    options = ["--limit", "5", "--speed", "2", "--block-size", "32", "--state-dtype", "bf16", "--kv-cache-dtype", "fp8"]
     report = replay_json(capsys, trace, *options, *RATES)
     assert report["requests"] == 5
     assert (report["speed"], report["block_tokens"], report["accelerator"]) == (2, 32, None)
-    assert (report["state_dtype"], report["kv_dtype"]) == ("bf16", "fp8")
+    assert (report["state_dtype"], report["kv_cache_dtype"]) == ("bf16", "fp8")
     report = replay_json(capsys, trace, *SERIAL)
     assert (report["serial"], report["prompts_only"], report["output_tokens"]) == (True, True, 0)
     assert report["ttft_s"] is None
 
 
 def test_a_sweep_is_every_combination(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sweeps = ["--sweep", "memory=512MiB,2GiB", "--sweep", "block-tokens=16,64"]
+    sweeps = ["--sweep", "memory=512MiB,2GiB", "--sweep", "block-size=16,64"]
     reports = replay_json(capsys, trace, *SERIAL, *sweeps)
     assert [(r["memory_bytes"] // 2**20, r["block_tokens"]) for r in reports] == [
         (512, 16),
@@ -65,7 +65,7 @@ def test_a_sweep_is_every_combination(trace: str, capsys: pytest.CaptureFixture[
         (2048, 16),
         (2048, 64),
     ]
-    assert isinstance(replay_json(capsys, trace, *SERIAL, "--sweep", "tp=1"), list)
+    assert isinstance(replay_json(capsys, trace, *SERIAL, "--sweep", "tensor-parallel-size=1"), list)
 
 
 def test_tables_say_what_matters(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +82,7 @@ def test_tables_say_what_matters(trace: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_figure(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    for name, sweep in (
-        ("one.png", []),
-        ("many.svg", ["--sweep", "memory=1GiB,2GiB", "--sweep", "block-tokens=16,32"]),
-    ):
+    for name, sweep in (("one.png", []), ("many.svg", ["--sweep", "memory=1GiB,2GiB", "--sweep", "block-size=16,32"])):
         path = tmp_path / name
         assert run(["replay", trace, "--model", MODEL, *SERIAL, *sweep, "--plot", str(path)]) == 0
         assert path.stat().st_size > 1000
@@ -145,8 +142,9 @@ def test_a_figure_without_matplotlib_is_refused_at_once(
         (["--accelerator", "abacus", "--serial"], "unknown accelerator 'abacus'"),
         (["--sweep", "colour=red"], "with a key of memory, policy"),
         (["--sweep", "memory="], "KEY=V1,V2"),
-        (["--sweep", "tp=two"], "'two' is not a whole number"),
-        (["--sweep", "tp=1", "--sweep", "tp=2"], "give all its values at once"),
+        (["--sweep", "tensor-parallel-size=two"], "'two' is not a whole number"),
+        (["--sweep", "tensor-parallel-size=1", "--sweep", "tensor-parallel-size=2"], "give all its values at once"),
+        (["--sweep", "tp=1,2"], "tp is now tensor-parallel-size"),
         (["--sweep", "policy=lru,best"], "no policy 'best'"),
         (["--plot", "x.pdf"], "name it .png or .svg"),
         (["--state-dtype", "int3"], "choose one of"),

@@ -107,7 +107,9 @@ def test_a_server_from_start_to_end(checkpoint: str) -> None:
 
 def test_patience_with_long_replies_ends(checkpoint: str) -> None:
     """64 long replies take longer than the second they are given; keys come from the environment."""
-    with started(checkpoint, *SMALL, "--drain-s", "1", "--name", "mine", HYBRIDKV_API_KEY="k3y") as server:
+    with started(
+        checkpoint, *SMALL, "--shutdown-timeout", "1", "--served-model-name", "mine", HYBRIDKV_API_KEY="k3y"
+    ) as server:
         assert "Authorization: Bearer $KEY" in server.curl
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer k3y"}).json()
@@ -121,13 +123,13 @@ def test_patience_with_long_replies_ends(checkpoint: str) -> None:
     error, done = [line for line in text.splitlines() if line][-2:]
     assert "the server is stopping" in error
     assert done == "data: [DONE]"
-    assert "info    stopping: a second Ctrl-C waits for nobody requests=1 drain_s=1" in log
+    assert "info    stopping: a second Ctrl-C waits for nobody requests=1 shutdown_timeout=1" in log
     assert "path=/v1/completions status=200 outcome=stopped" in log
     assert "Traceback" not in log
 
 
 def test_a_second_interrupt_waits_for_nobody(checkpoint: str) -> None:
-    with started(checkpoint, *SMALL, "--drain-s", "60") as server:
+    with started(checkpoint, *SMALL, "--shutdown-timeout", "60") as server:
         sent = {"prompt": "The user asks", "stream": True, "ignore_eos": True, "n": 64, "max_tokens": 480}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
@@ -153,7 +155,7 @@ def test_without_a_model_it_says_what_it_serves(tmp_path: Path) -> None:
 
 
 def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None:
-    with started(checkpoint, *SMALL, "--drain-s", "0") as server:
+    with started(checkpoint, *SMALL, "--shutdown-timeout", "0") as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == (0, "")
 
@@ -191,13 +193,13 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureF
         (["--max-waiting", "0"], "max waiting 0"),
         (["--max-body", "much"], "'much'"),
         (["--max-body", "1023"], "max body 1023 bytes: no request would fit; choose 1KiB or more"),
-        (["--drain-s", "-1"], "drain -1 s"),
+        (["--shutdown-timeout", "-1"], "shutdown timeout -1 s"),
         (["--log-format", "xml"], "log format 'xml': choose text or json"),
         (["--log-level", "loud"], "log level 'loud'"),
         (["--api-key", ""], "an API key that is empty"),
         (["--api-key", "schlüssel"], "other than printable ASCII"),
         (["--memory", "much", "--port", "0"], "'much'"),
-        (["--max-running", "0", "--port", "0"], "max_running 0"),
+        (["--max-num-seqs", "0", "--port", "0"], "max_num_seqs 0"),
         (["--port", "0"], "no directory"),
     ],
 )

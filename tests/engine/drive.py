@@ -81,8 +81,8 @@ class Driver:
         model: Any,
         *,
         memory_bytes: int = 8 << 20,
-        max_step_tokens: int = 64,
-        max_running: int = 16,
+        max_num_batched_tokens: int = 64,
+        max_num_seqs: int = 16,
         device: str = "cpu",
         tolerance: float = TOLERANCE,
         **options: Any,
@@ -99,9 +99,9 @@ class Driver:
             self.cache,
             self.runner,
             vocab_size=loaded.vocab_size,
-            max_length=loaded.max_length,
-            max_step_tokens=max_step_tokens,
-            max_running=max_running,
+            max_model_len=loaded.max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
             seed=0,
         )
         self.core.scheduler.pace = FixedPace()

@@ -44,7 +44,9 @@ def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Pat
 def test_an_engine_serves_the_text_of_a_composite_checkpoint(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path, composite=True)
     with no_timm():
-        engine = Engine(tmp_path, memory="16MiB", device="cpu", dtype="float32", max_step_tokens=40, max_running=8)
+        engine = Engine(
+            tmp_path, memory="16MiB", device="cpu", dtype="float32", max_num_batched_tokens=40, max_num_seqs=8
+        )
     with engine:
         tokens = prompt(90)
         replies = [engine.generate(tokens, GREEDY, progress=False)[0] for _ in range(2)]

@@ -55,7 +55,7 @@ def compiled(family: str, device: str = "cpu", **options: Any) -> Driver:
 
 
 def check_family(family: str, device: str) -> None:
-    driver = compiled(family, device, max_step_tokens=48)
+    driver = compiled(family, device, max_num_batched_tokens=48)
     driver.add("long", prompt(150, 1))
     driver.add("short", prompt(5, 2), replace(GREEDY, max_tokens=30))
     for _ in range(2):
@@ -117,9 +117,9 @@ def test_packed_weights_and_experts_compile() -> None:
     model = fresh("qwen3_next").to(torch.bfloat16)
     assert can_pack(model)
     pack_weights(model)
-    with Engine(model, memory="8MiB", device="cpu", max_step_tokens=32, max_running=4) as engine:
+    with Engine(model, memory="8MiB", device="cpu", max_num_batched_tokens=32, max_num_seqs=4) as engine:
         [plain] = engine.generate(prompt(60, 1), replace(GREEDY, logprobs=1), progress=False)
-    with Engine(model, memory="8MiB", device="cpu", max_step_tokens=32, max_running=4, compile=True) as engine:
+    with Engine(model, memory="8MiB", device="cpu", max_num_batched_tokens=32, max_num_seqs=4, compile=True) as engine:
         [ours] = engine.generate(prompt(60, 1), replace(GREEDY, logprobs=1), progress=False)
     assert counters["stats"]["unique_graphs"] == 4
     assert plain.logprobs is not None

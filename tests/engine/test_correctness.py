@@ -36,7 +36,7 @@ def ends_well(driver: Driver) -> dict[str, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_requests_with_chunked_prefill_beside_decodes(family: str, device: str) -> None:
-    driver = Driver(build(family), max_step_tokens=48, device=device)
+    driver = Driver(build(family), max_num_batched_tokens=48, device=device)
     driver.add("long", prompt(150, 1))
     driver.add("short", prompt(5, 2), replace(GREEDY, max_tokens=30))
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_a_prompt_sent_again_and_a_conversation_that_goes_on(family: str, device
 @pytest.mark.parametrize("family", FAMILIES)
 def test_breakpoints_inside_a_prefill_and_siblings(family: str, device: str) -> None:
     shared = prompt(70, 1)
-    driver = Driver(build(family), max_step_tokens=256, device=device)
+    driver = Driver(build(family), max_num_batched_tokens=256, device=device)
     driver.add("first", shared + prompt(40, 2), breakpoints=[33, 64])
     driver.run()
     driver.add("second", shared + prompt(40, 3))
@@ -76,7 +76,7 @@ def test_breakpoints_inside_a_prefill_and_siblings(family: str, device: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_siblings_at_once_compute_their_prefix_once(family: str, device: str) -> None:
     shared = prompt(64, 1)
-    driver = Driver(build(family), max_step_tokens=512, device=device)
+    driver = Driver(build(family), max_num_batched_tokens=512, device=device)
     for index in range(8):
         driver.add(str(index), shared + prompt(20, 10 + index), replace(GREEDY, max_tokens=2))
     driver.run()
@@ -87,7 +87,7 @@ def test_siblings_at_once_compute_their_prefix_once(family: str, device: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preemption_eviction_and_compaction_in_a_tiny_arena(family: str, device: str) -> None:
     model = build(family)
-    driver = Driver(model, memory_bytes=memory_for(model, 2, 140), max_step_tokens=40, device=device)
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 140), max_num_batched_tokens=40, device=device)
     for index in range(6):
         driver.add(str(index), prompt(60 + 7 * index, index % 4), replace(GREEDY, max_tokens=34))
     for _ in range(30):
@@ -119,7 +119,7 @@ def test_a_random_life_of_requests(family: str, seed: int, device: str) -> None:
     driver = Driver(
         model,
         memory_bytes=memory_for(model, 3, 120),
-        max_step_tokens=chance.choice([24, 40, 100]),
+        max_num_batched_tokens=chance.choice([24, 40, 100]),
         block_tokens=chance.choice([8, 16]),
         device=device,
     )
@@ -161,7 +161,7 @@ def test_states_cut_into_pages_give_the_same(family: str, device: str) -> None:
     model: Any = build(family)
     for memory_bytes in (1 << 17, 1 << 18, 1 << 19, 1 << 20):
         try:
-            driver = Driver(model, memory_bytes=memory_bytes, row_layers=1, max_step_tokens=30, device=device)
+            driver = Driver(model, memory_bytes=memory_bytes, row_layers=1, max_num_batched_tokens=30, device=device)
         except ValueError:
             continue
         break

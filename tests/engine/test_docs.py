@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from hybridkv import Engine, SamplingParams
+from hybridkv.cache import CacheStats
 from hybridkv.demo import build_demo_model
-from hybridkv.engine import SUPPORTED, Completion, Metrics, Result, Update
+from hybridkv.engine import SUPPORTED, Completion, EngineStats, MemoryUse, Metrics, Result, Update
+from hybridkv.store import StoreStats
+from hybridkv.stream import StreamStats
 from tests.engine.checkpoints import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +44,7 @@ def run(page: str, blocks: list[str]) -> None:
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/python.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/python.md", "docs/quickstart.md", "docs/stats.md"])
 def test_all_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +56,7 @@ def test_all_examples_run(
         "docs/concepts.md": ["{'full': 135, 'state': 25}"],
         "docs/quickstart.md": ["16 of 29", "start 1: 16 cached"],
         "docs/python.md": [],
+        "docs/stats.md": ["96 of 200 prompt tokens from the cache"],
     }
     for words in stated[page]:
         assert words in printed
@@ -118,6 +122,13 @@ def test_every_field_of_what_comes_back_is_listed(kind: type[Any]) -> None:
     listed = [name for cell, *_ in table("docs/python.md", f"`{kind.__name__}`") for name in names(cell)]
     properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
     assert sorted(listed) == sorted([*(field.name for field in dataclasses.fields(kind)), *properties])
+
+
+@pytest.mark.parametrize("kind", [EngineStats, CacheStats, MemoryUse, StreamStats, StoreStats])
+def test_every_counter_is_listed_and_no_other(kind: type[Any]) -> None:
+    rows = list(table("docs/stats.md", f"`{kind.__name__}`"))
+    assert [name for cell, *_ in rows for name in names(cell)] == [field.name for field in dataclasses.fields(kind)]
+    assert all(meaning for _, meaning, *_ in rows)
 
 
 def test_every_model_of_the_engine_is_listed() -> None:

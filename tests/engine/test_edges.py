@@ -37,7 +37,7 @@ def test_what_could_fit_does_fit(family: str) -> None:
     model = build(family)
     for block_tokens in (4, 7, 16):
         memory_bytes = memory_for(model, 1, 90, block_tokens=block_tokens)
-        driver = Driver(model, memory_bytes=memory_bytes, block_tokens=block_tokens, max_step_tokens=50)
+        driver = Driver(model, memory_bytes=memory_bytes, block_tokens=block_tokens, max_num_batched_tokens=50)
         length = longest_that_fits(driver)
         driver.add("a", prompt(length - 11, 1), replace(GREEDY, max_tokens=12))
         assert len(driver.run(200)["a"].token_ids) == 12
@@ -58,7 +58,7 @@ def test_the_longest_request_is_what_memory_allows_and_a_longer_one_is_cut(famil
     model = build(family)
     driver = Driver(model, memory_bytes=memory_for(model, 1, 100))
     longest = longest_that_fits(driver)
-    assert driver.core.limits.max_length == longest + 1
+    assert driver.core.limits.max_model_len == longest + 1
     driver.add("long", prompt(longest - 3, 1), replace(GREEDY, max_tokens=300))
     driver.add("longest", prompt(longest, 2), replace(GREEDY, max_tokens=300))
     results = driver.run(400)
@@ -70,7 +70,7 @@ def test_the_longest_request_is_what_memory_allows_and_a_longer_one_is_cut(famil
 
 def test_memory_is_no_limit_where_the_model_has_a_lower_one() -> None:
     driver = Driver(build("llama"))
-    assert (driver.core.limits.max_length, driver.core.limits.is_short_of_memory) == (512, False)
+    assert (driver.core.limits.max_model_len, driver.core.limits.is_short_of_memory) == (512, False)
     with pytest.raises(RequestError, match=r"within 512; shorten it$"):
         driver.add("a", prompt(512, 1))
 
@@ -87,7 +87,7 @@ def test_a_reply_that_fills_the_arena_ends_once_although_others_wait() -> None:
 
 
 def test_samples_keep_to_the_limits_of_a_step() -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=4, max_running=4)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=4, max_num_seqs=4)
     driver.add("n", prompt(20, 1), SAMPLES)
     driver.add("beside", prompt(20, 2))
     while driver.core.has_work:
@@ -102,7 +102,7 @@ def test_samples_keep_to_the_limits_of_a_step() -> None:
 
 def test_a_prompt_that_always_fails_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state was written in place: it begins again, and the steps before that place succeed each time."""
-    driver = Driver(build("qwen3_next"), max_step_tokens=16)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=16)
     forward = driver.runner._forward
 
     def fails(frame: Any, inputs: dict[str, Any]) -> Any:
@@ -118,7 +118,7 @@ def test_a_prompt_that_always_fails_at_the_same_place_is_given_up(monkeypatch: p
 
 
 def test_failures_far_apart_are_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=16)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=16)
     forward = driver.runner._forward
     fails_at = {20, 50, 66}
 
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"kv_dtype": "int8"}, {"state_dtype": "int8"}, {"device": "meta"}, {"max_length": -3}]
+    "option", [{"kv_cache_dtype": "int8"}, {"state_dtype": "int8"}, {"device": "meta"}, {"max_model_len": -3}]
 )
 def test_options_that_would_serve_nonsense_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(HybridKVError, match=str(next(iter(option.values())))):
@@ -330,7 +330,7 @@ def test_prompts_of_no_known_kind_are_refused(bad: Any) -> None:
 def test_a_salt_that_is_no_text_is_refused_and_the_engine_lives(salt: Any) -> None:
     with Engine(fresh("llama"), memory="4MiB", device="cpu") as engine:
         with pytest.raises(RequestError, match="salt"):
-            engine.generate([5, 6], GREEDY, salt=salt, progress=False)
+            engine.generate([5, 6], GREEDY, cache_salt=salt, progress=False)
         assert len(engine.generate([5, 6], GREEDY, progress=False)) == 1
 
 

@@ -35,7 +35,7 @@ def siblings(count: int, *breakpoints: int) -> list[Prompt]:
 def test_siblings_one_after_the_other(family: str) -> None:
     with engine_of(family) as engine:
         cached = [engine.generate(one, BRIEF, progress=False)[0].cached_tokens for one in siblings(4)]
-        policy = default_checkpoints(engine.core.cache.layout)
+        policy = default_checkpoints(engine._core.cache.layout)
         assert isinstance(policy, PromptEndBranchesGrid)
         grid = policy.spare_grid_tokens or SHARED + 1
         assert cached[0] == 0
@@ -56,8 +56,8 @@ def test_a_burst_of_siblings_computes_the_prefix_once(family: str) -> None:
     with engine_of(family) as engine:
         results = engine.generate(siblings(8), BRIEF, progress=False)
         assert sorted(result.cached_tokens for result in results) == [0] + [SHARED] * 7
-        assert engine.core.computed_tokens == SHARED + 8 * (OWN + 1)
-        assert engine.core.scheduler.followed == 7
+        assert engine._core.computed_tokens == SHARED + 8 * (OWN + 1)
+        assert engine._core.scheduler.followed == 7
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1", "llama"])
@@ -74,7 +74,7 @@ def test_replay_and_engine_report_the_same_hits(family: str, tmp_path: Path) -> 
                 records.append({"timestamp": len(records), "token_ids": history, "output_token_ids": result.token_ids})
                 hits.append(result.cached_tokens)
                 history = history + result.token_ids
-        layout = engine.core.cache.layout
+        layout = engine._core.cache.layout
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     setting = Setting("trace", family, 1, 64 << 20, 16, serial=True)
@@ -95,7 +95,7 @@ def test_an_engine_weighs_the_flops_of_its_model_as_a_replay_does(family: str, t
 def test_the_policy_of_an_engine_asks_for_the_flops_of_its_model() -> None:
     end = Candidate(Kind.END, False, 0, 64, 0, start=0, end=64, num_bytes=1)
     with engine_of("qwen3_next", policy="flops") as engine:
-        rated = engine.core.cache._prefixes.queue.policy.rate(end)
+        rated = engine._core.cache._prefixes.queue.policy.rate(end)
         compute = load(make(family_config("qwen3_next", max_position_embeddings=2048)), device="cpu").compute()
     assert rated == named_policy("flops", lambda: compute.flops).rate(end)
     assert rated != named_policy("flops").rate(end)

@@ -143,12 +143,12 @@ def test_messages_that_are_none_are_refused(engine: Engine, bad: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"max_length": 10.5}, r"max_length 10\.5: pass a whole number"),
-        ({"max_length": "a"}, "max_length 'a'"),
-        ({"max_step_tokens": "a"}, "max_step_tokens 'a'"),
-        ({"max_running": 1.5}, r"max_running 1\.5"),
-        ({"max_running": None}, "max_running None: pass a whole number$"),
-        ({"block_tokens": "16"}, "block_tokens '16'"),
+        ({"max_model_len": 10.5}, r"max_model_len 10\.5: pass a whole number"),
+        ({"max_model_len": "a"}, "max_model_len 'a'"),
+        ({"max_num_batched_tokens": "a"}, "max_num_batched_tokens 'a'"),
+        ({"max_num_seqs": 1.5}, r"max_num_seqs 1\.5"),
+        ({"max_num_seqs": None}, "max_num_seqs None: pass a whole number$"),
+        ({"block_size": "16"}, "block_size '16'"),
         ({"row_layers": True}, "row_layers True"),
         ({"attn_pack_size": 1.0}, r"attn_pack_size 1\.0"),
         ({"seed": "a"}, "seed 'a'"),
@@ -156,12 +156,12 @@ def test_messages_that_are_none_are_refused(engine: Engine, bad: Any) -> None:
         ({"store": 5}, "a store of type int"),
         ({"store": [5]}, "a store of type list"),
         ({"policy": 3}, "no policy '3'"),
-        ({"policy": "x", "block_tokens": 0}, "no policy 'x'"),
+        ({"policy": "x", "block_size": 0}, "no policy 'x'"),
         ({"trust_remote_code": "no"}, "trust_remote_code 'no': pass True or False"),
         ({"load_timeout_s": "a"}, "load_timeout_s 'a'"),
         ({"dtype": None}, "cannot compute in 'None'"),
         ({"dtype": torch.int8}, r"cannot compute in 'torch\.int8'"),
-        ({"kv_dtype": torch.int8}, r"kv_dtype 'torch\.int8'"),
+        ({"kv_cache_dtype": torch.int8}, r"kv_cache_dtype 'torch\.int8'"),
         ({"device": None}, "unknown device 'None'"),
         ({"tokenizer": 5}, "a tokenizer of type int"),
         ({"tokenizer": "/nowhere"}, "no directory '/nowhere'"),
@@ -181,7 +181,7 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 
 def test_dtypes_and_devices_may_be_torchs(checkpoint: Path) -> None:
     with Engine(checkpoint, memory="4MiB", dtype=torch.bfloat16, device=torch.device("cpu")) as engine:
-        assert engine.core.runner.model.dtype is torch.bfloat16
+        assert engine._core.runner.model.dtype is torch.bfloat16
 
 
 def broken(checkpoint: Path, directory: Path, name: str, text: bytes) -> Path:

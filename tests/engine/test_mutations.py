@@ -31,7 +31,7 @@ ATTENTION = [name for name, family in FAMILIES.items() if family.attention]
 
 def live(family: str) -> None:
     """Chunked prefill beside decodes, a checkpoint inside a prefill, a turn resumed inside a block, a sibling."""
-    driver = Driver(build(family), max_step_tokens=48)
+    driver = Driver(build(family), max_num_batched_tokens=48)
     driver.add("a", prompt(100, 1), breakpoints=[32])
     driver.add("b", prompt(70, 2))
     first = driver.run()["a"]

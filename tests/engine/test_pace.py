@@ -60,7 +60,7 @@ def test_no_limit_where_more_tokens_take_no_longer() -> None:
 
 
 def test_further_prompts_wait_for_the_next_step_once_it_is_long_enough() -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=200)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=200)
     driver.core.scheduler.pace.enough_tokens = 50
     for index, length in enumerate((30, 30, 30, 120, 10)):
         driver.add(str(index), prompt(length, index))
@@ -73,7 +73,7 @@ def test_further_prompts_wait_for_the_next_step_once_it_is_long_enough() -> None
 
 
 def test_a_prompt_longer_than_enough_takes_what_the_budget_has() -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=100)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=100)
     driver.core.scheduler.pace.enough_tokens = 20
     driver.add("long", prompt(150, 1))
     driver.add("short", prompt(10, 2))
@@ -87,7 +87,7 @@ def test_a_prompt_longer_than_enough_takes_what_the_budget_has() -> None:
 
 
 def test_a_prompt_is_cut_shorter_while_others_decode() -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=200)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=200)
     driver.core.scheduler.pace.enough_tokens, driver.core.scheduler.pace.most_tokens = 20, 60
     driver.add("quick", prompt(10, 1), replace(GREEDY, max_tokens=3))
     driver.add("long", prompt(300, 2))
@@ -100,7 +100,7 @@ def test_a_prompt_is_cut_shorter_while_others_decode() -> None:
 
 
 def test_steps_are_watched() -> None:
-    driver = Driver(build("llama"), max_step_tokens=200)
+    driver = Driver(build("llama"), max_num_batched_tokens=200)
     with patch.object(driver.core.scheduler.pace, "observe") as observe:
         driver.add("one", prompt(140, 1))
         driver.run()

@@ -97,7 +97,9 @@ def test_hits_and_logits_do_not_depend_on_the_pack_size(name: str, pack_size: in
 def test_packs_in_a_tiny_arena(name: str, pack_size: int) -> None:
     """Pages of groups of unequal size are evicted, moved and filled again."""
     memory_bytes = memory_for(copy.deepcopy(model(name, torch.float32)), 2, 60, attn_pack_size=pack_size)
-    driver = Recorder(name, torch.float32, attn_pack_size=pack_size, memory_bytes=memory_bytes, max_step_tokens=40)
+    driver = Recorder(
+        name, torch.float32, attn_pack_size=pack_size, memory_bytes=memory_bytes, max_num_batched_tokens=40
+    )
     for number in range(4):
         driver.add(str(number), prompt(40 + 5 * number, number % 3), SHORT)
     driver.run()
@@ -114,8 +116,7 @@ def test_an_engine_finds_what_it_computed_and_what_it_stored(name: str, dtype: s
     sizes: dict[str, Any] = {"memory": "8MiB", "store": "memory://?size=8MiB"}
     with Engine(own, dtype=dtype, device="cpu", attn_pack_size=pack_size, **sizes) as engine:
         results = [engine.generate(prompt(70, 1), SHORT, progress=False)[0] for _ in range(2)]
-        assert engine.streaming is not None
-        engine.streaming.streamer.drain()
+        engine.flush_store()
         engine.reset_cache()
         results += engine.generate(prompt(70, 1), SHORT, progress=False)
     assert [result.cached_tokens for result in results] == [0, 64, 64]

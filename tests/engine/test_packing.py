@@ -62,7 +62,7 @@ def test_every_family_runs_packed(family: str, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         assert float(difference.max()) < 1e-4
     assert float(difference.median()) < 0.05  # where a router's choice is close, single tokens may differ by more
-    with Engine(model, memory="8MiB", device="cpu", max_step_tokens=32, max_running=4) as engine:
+    with Engine(model, memory="8MiB", device="cpu", max_num_batched_tokens=32, max_num_seqs=4) as engine:
         first, again = (engine.generate(prompt(60, 1), GREEDY, progress=False)[0] for _ in range(2))
     assert again.cached_tokens == 48
     assert len(first.token_ids) == 8
@@ -133,7 +133,7 @@ def test_only_weights_of_the_engine_are_packed(dtype: torch.dtype, tmp_path: Any
     save_checkpoint("llama", tmp_path)
     name = str(dtype).removeprefix("torch.")
     with Engine(tmp_path, memory="4MiB", device="cpu", dtype=name) as engine:
-        assert num_packed(engine.core.runner.model)
+        assert num_packed(engine._core.runner.model)
     model = in_dtype("llama", dtype)
     with Engine(model, memory="4MiB", device="cpu"):
         assert not num_packed(model)  # it is the caller's
@@ -151,9 +151,9 @@ def test_float32_is_packed_unless_requests_come_one_at_a_time(tmp_path: Any) -> 
     assert can_pack(model)
     assert not can_pack(model, is_alone=True)
     save_checkpoint("qwen3_next", tmp_path)
-    with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32", max_running=1) as engine:
-        assert not num_packed(engine.core.runner.model)
+    with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32", max_num_seqs=1) as engine:
+        assert not num_packed(engine._core.runner.model)
     with Engine(tmp_path, memory="4MiB", device="cpu", dtype="float32") as engine:
-        served = engine.core.runner.model
+        served = engine._core.runner.model
         assert num_packed(served)
         assert not any(hasattr(module, "packed_up") for module in served.modules())  # experts get a token or two

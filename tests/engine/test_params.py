@@ -62,7 +62,7 @@ REFUSED: list[dict[str, Any]] = [
     {"stop_token_ids": "12"},
     {"stop_token_ids": 12},
     {"ignore_eos": 1},
-    {"include_stop_in_text": "no"},
+    {"include_stop_str_in_output": "no"},
     {"logprobs": -1},
     {"logprobs": 65},
     {"logprobs": True},

@@ -108,7 +108,7 @@ def test_a_store_is_asked_with_the_match_of_the_scheduler(tmp_path: Path, monkey
 
 
 def test_a_waiting_sample_has_one_buffer() -> None:
-    driver = Driver(build("llama"), max_running=1)
+    driver = Driver(build("llama"), max_num_seqs=1)
     driver.add("a", IDS)
     driver.add("b", prompt(50, 2))
     driver.step()

@@ -56,7 +56,7 @@ def test_stop_texts_wait_for_min_tokens_and_are_shown_if_asked(engine: Engine) -
     full = only(engine, "hello there")
     piece = full.text[:2]
     assert only(engine, "hello there", stop=piece).text == ""
-    assert only(engine, "hello there", stop=piece, include_stop_in_text=True).text == piece
+    assert only(engine, "hello there", stop=piece, include_stop_str_in_output=True).text == piece
     assert len(only(engine, "hello there", stop=piece, min_tokens=9).token_ids) >= 9
 
 
@@ -92,7 +92,7 @@ def test_updates_add_up_to_logprobs() -> None:
 
 @pytest.mark.parametrize("apart", [{"salt": "other"}, {"extra_keys": ["adapter"]}])
 def test_nobody_waits_for_a_prefix_that_it_may_not_share(apart: dict[str, Any]) -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=200)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=200)
     driver.add("a", prompt(60, 1))
     driver.add("b", prompt(60, 1), **apart)
     driver.step()
@@ -110,8 +110,8 @@ def test_ids_in_use_and_prompts_without_room_for_a_reply_are_refused() -> None:
     with pytest.raises(RequestError, match="'a' is in use"):
         driver.add("a", prompt(5, 2))
     with pytest.raises(RequestError, match="must stay within"):
-        driver.add("b", prompt(driver.core.limits.max_length, 1))
-    driver.add("b", prompt(driver.core.limits.max_length - 1, 1), replace(GREEDY, max_tokens=None))
+        driver.add("b", prompt(driver.core.limits.max_model_len, 1))
+    driver.add("b", prompt(driver.core.limits.max_model_len - 1, 1), replace(GREEDY, max_tokens=None))
     assert len(driver.run()["b"].token_ids) == 1
 
 
@@ -168,7 +168,7 @@ def test_an_interrupted_generate_aborts_what_it_asked_for(engine: Engine, monkey
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9, 1), prompt(9, 2)], replace(GREEDY, max_tokens=400), progress=False)
     engine.check_integrity()
-    assert not engine.core.has_work
+    assert not engine._core.has_work
 
 
 def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
@@ -176,14 +176,14 @@ def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
         raise RuntimeError("Event loop is closed")
 
     def add() -> None:
-        engine.core.add("deaf", Prompt(prompt(9, 1)), replace(GREEDY, max_tokens=400))
+        engine._core.add("deaf", Prompt(prompt(9, 1)), replace(GREEDY, max_tokens=400))
 
     engine._loop.add("deaf", gone, add)
     engine.generate(prompt(9, 2), GREEDY, progress=False)
-    assert not engine.core.has_work
+    assert not engine._core.has_work
 
 
 def test_a_limit_of_the_engine_and_its_dtype() -> None:
-    with Engine(fresh("llama"), memory="4MiB", device="cpu", max_length=30, dtype="bfloat16") as engine:
-        assert engine.core.runner.model.dtype == torch.bfloat16
+    with Engine(fresh("llama"), memory="4MiB", device="cpu", max_model_len=30, dtype="bfloat16") as engine:
+        assert engine._core.runner.model.dtype == torch.bfloat16
         assert len(engine.generate(prompt(20, 1), replace(GREEDY, max_tokens=50), progress=False)[0].token_ids) == 10

@@ -13,7 +13,7 @@ from tests.engine.zoo import build, prompt
 
 
 def test_a_long_prompt_does_not_hold_up_those_that_decode() -> None:
-    driver = Driver(build("llama"), max_step_tokens=20)
+    driver = Driver(build("llama"), max_num_batched_tokens=20)
     driver.add("quick", prompt(5, 1), replace(GREEDY, max_tokens=40))
     driver.step()
     driver.add("long", prompt(300, 2))
@@ -25,7 +25,7 @@ def test_a_long_prompt_does_not_hold_up_those_that_decode() -> None:
 
 
 def test_steps_keep_to_the_budget() -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=30, max_running=8)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=30, max_num_seqs=8)
     for index in range(12):
         driver.add(str(index), prompt(50, index))
     while driver.core.has_work:
@@ -35,7 +35,7 @@ def test_steps_keep_to_the_budget() -> None:
 
 
 def test_prompts_start_in_order_of_arrival() -> None:
-    driver = Driver(build("llama"), max_step_tokens=25)
+    driver = Driver(build("llama"), max_num_batched_tokens=25)
     for index in range(4):
         driver.add(str(index), prompt(40, index))
     driver.run()
@@ -45,7 +45,7 @@ def test_prompts_start_in_order_of_arrival() -> None:
 
 def test_the_oldest_is_never_preempted_and_all_end() -> None:
     model = build("qwen3_next")
-    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_step_tokens=64)
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_num_batched_tokens=64)
     for index in range(5):
         driver.add(str(index), prompt(60, index), replace(GREEDY, max_tokens=39))
     results = driver.run()
@@ -57,7 +57,7 @@ def test_the_oldest_is_never_preempted_and_all_end() -> None:
 def test_a_preempted_request_goes_on_where_it_was() -> None:
     """Its state is kept while there is room: nothing is computed twice."""
     model = build("falcon_h1")
-    driver = Driver(model, max_step_tokens=64)
+    driver = Driver(model, max_num_batched_tokens=64)
     driver.add("a", prompt(50, 1), replace(GREEDY, max_tokens=20))
     for _ in range(5):
         driver.step()
@@ -81,7 +81,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 def test_a_full_arena_keeps_the_queue_waiting_without_counting_it_again() -> None:
     model = build("qwen3_next")
-    driver = Driver(model, memory_bytes=memory_for(model, 1, 120), max_step_tokens=128)
+    driver = Driver(model, memory_bytes=memory_for(model, 1, 120), max_num_batched_tokens=128)
     for index in range(4):
         driver.add(str(index), prompt(80, index), replace(GREEDY, max_tokens=30))
     driver.run()
@@ -91,7 +91,7 @@ def test_a_full_arena_keeps_the_queue_waiting_without_counting_it_again() -> Non
 def test_whoever_found_no_room_goes_on_as_soon_as_someone_has_ended() -> None:
     """Not only when everyone has."""
     model = build("qwen3_next")
-    driver = Driver(model, memory_bytes=memory_for(model, 2, 150), max_step_tokens=128)
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 150), max_num_batched_tokens=128)
     for name, length in (("long", 90), ("short", 60), ("waits", 90)):
         driver.add(name, prompt(60, length + len(name)), replace(GREEDY, max_tokens=length))
     while "short" not in driver.results:
@@ -104,7 +104,7 @@ def test_whoever_found_no_room_goes_on_as_soon_as_someone_has_ended() -> None:
 
 def test_an_abort_frees_everything_at_any_moment() -> None:
     for steps in range(8):
-        driver = Driver(build("qwen3_next"), max_step_tokens=32)
+        driver = Driver(build("qwen3_next"), max_num_batched_tokens=32)
         driver.add("gone", prompt(90, 1), SamplingParams(n=3, temperature=1.0, max_tokens=9, ignore_eos=True))
         driver.add("stays", prompt(40, 2))
         for _ in range(steps):
@@ -118,7 +118,7 @@ def test_an_abort_frees_everything_at_any_moment() -> None:
 
 def test_followers_start_when_their_leader_is_gone() -> None:
     shared = prompt(64, 1)
-    driver = Driver(build("qwen3_next"), max_step_tokens=16)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=16)
     driver.add("leader", shared + prompt(10, 2))
     driver.add("follower", shared + prompt(10, 3))
     driver.step()
@@ -129,7 +129,7 @@ def test_followers_start_when_their_leader_is_gone() -> None:
 
 
 def test_a_forward_pass_that_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(build("qwen3_next"), max_step_tokens=32)
+    driver = Driver(build("qwen3_next"), max_num_batched_tokens=32)
     driver.add("a", prompt(50, 1))
     driver.add("b", prompt(20, 2))
     for _ in range(4):

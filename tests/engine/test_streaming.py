@@ -88,9 +88,9 @@ def test_a_restarted_engine_says_the_same_with_less_work(
     "options",
     [
         {"memory": "32MiB"},
-        {"block_tokens": 32},
+        {"block_size": 32},
         {"attn_pack_size": 1},
-        {"kv_dtype": "bfloat16"},
+        {"kv_cache_dtype": "bfloat16"},
         {"state_dtype": "bfloat16"},
         {"dtype": "bfloat16"},
         {"seed": 1},
@@ -103,16 +103,16 @@ def test_a_restart_with_other_options_finds_its_objects_or_none(
 ) -> None:
     with engine_of(family, store=url(tmp_path)) as engine:
         ask(engine)
-        before = engine.streaming.streamer.catalogue.namespace if engine.streaming else ""
+        before = engine._streaming.streamer.catalogue.namespace if engine._streaming else ""
     weights = options.get("seed", 0)
     options = {name: value for name, value in options.items() if name != "seed"}
     with engine_of(family, weights, **options) as engine:
         expected = ask(engine).token_ids
     with engine_of(family, weights, store=url(tmp_path), **options) as engine:
         result = ask(engine)
-        assert engine.streaming is not None
-        assert not engine.streaming.streamer.stats.failures
-        is_same = engine.streaming.streamer.catalogue.namespace == before
+        assert engine._streaming is not None
+        assert not engine._streaming.streamer.stats.failures
+        is_same = engine._streaming.streamer.catalogue.namespace == before
     assert is_same == ("memory" in options or (family == "llama" and "state_dtype" in options))
     assert result.cached_tokens == (288 if is_same else 0)
     assert result.token_ids == expected
@@ -154,16 +154,16 @@ def test_a_directory_that_is_deleted_under_an_engine_comes_back(
     tmp_path: Path, alone: dict[str, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "hybridkv.store"), engine_of("llama", store=url(tmp_path / "store")) as engine:
-        assert engine.streaming is not None
+        assert engine._streaming is not None
         assert ask(engine).token_ids == alone["llama"]
-        engine.streaming.streamer.drain()
+        engine.flush_store()
         shutil.rmtree(tmp_path / "store")
         ask(engine, prompt(300, 2))
-        engine.streaming.streamer.drain()
+        engine.flush_store()
         time.sleep(1.0)
         for seed in (3, 4):  # of the first, only one object may try
             ask(engine, prompt(300, seed))
-            engine.streaming.streamer.drain()
+            engine.flush_store()
         engine.check_integrity()
         assert ask(engine).token_ids == alone["llama"]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -182,10 +182,10 @@ def test_engines_that_come_and_go_leave_no_file_and_no_thread(tmp_path: Path) ->
         with engine_of("falcon_h1", store=stores) as engine:
             ask(engine)
             ask(engine, prompt(300, seed))
-            assert engine.streaming is not None
+            assert engine._streaming is not None
         assert not any(thread.name.startswith("hybridkv") for thread in set(threading.enumerate()) - before)
         counts.append(len(os.listdir("/proc/self/fd")))
-        assert seed == 0 or engine.streaming.streamer.store.stats.evicted
+        assert seed == 0 or engine._streaming.streamer.store.stats.evicted
     assert counts[1:] == [counts[1]] * 3
 
 
@@ -202,11 +202,11 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
 
 def test_salts_never_meet_in_a_store(tmp_path: Path) -> None:
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
-        ask(engine, salt="one")
+        ask(engine, cache_salt="one")
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
-        assert ask(engine, salt="two").cached_tokens == 0
+        assert ask(engine, cache_salt="two").cached_tokens == 0
         assert ask(engine).cached_tokens == 0
-        assert ask(engine, salt="one").cached_tokens == 288
+        assert ask(engine, cache_salt="one").cached_tokens == 288
 
 
 @pytest.mark.parametrize("options", [{"stream": "sometimes"}, {"load_timeout_s": 0}, {"store": "nfs://x"}])
@@ -309,7 +309,7 @@ def test_slow_reads_in_a_small_memory_fail_no_request_and_cut_no_reply(tmp_path:
         expected = [ask(engine, one).token_ids for one in prompts]
     store = GarbageStore(FileStore(tmp_path, SIZE), [Fault(Kind.SLOW)])
     with engine_of("llama", store=store, stream="async", load_timeout_s=0.3, memory="150KiB") as engine:
-        assert engine.max_length == 273  # room for one whole request
+        assert engine.max_model_len == 273  # room for one whole request
         results = engine.generate(prompts, long, progress=False)
         assert [result.completions[0].error for result in results] == [None] * 3
         assert [len(result.token_ids) for result in results] == [230] * 3
@@ -346,10 +346,10 @@ from tests.engine.zoo import prompt
 model, store = sys.argv[1:3]
 params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 for _ in range(2):
-    with Engine(model, memory="8MiB", device="cpu", store=store, block_tokens=4, stream="async") as engine:
-        engine.streaming.streamer.catalogue.stretch_blocks = 1
+    with Engine(model, memory="8MiB", device="cpu", store=store, block_size=4, stream="async") as engine:
+        engine._streaming.streamer.catalogue.stretch_blocks = 1
         (result,) = engine.generate(prompt(400, 1), params, progress=False)
-        print(result.cached_tokens, dict(engine.streaming.streamer.stats.failures))
+        print(result.cached_tokens, dict(engine._streaming.streamer.stats.failures))
 """
 
 
@@ -378,7 +378,7 @@ with Engine(model, memory="1MiB", device="cpu", store=store) as engine:
         for result in engine.generate(prompts, params, progress=False):
             print(result.prompt_token_ids[:2], len(result.prompt_token_ids), result.token_ids, flush=True)
         engine.reset_cache()
-    print("failures", dict(engine.streaming.streamer.stats.failures), flush=True)
+    print("failures", dict(engine._streaming.streamer.stats.failures), flush=True)
 """
 
 

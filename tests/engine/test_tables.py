@@ -49,7 +49,7 @@ def test_nothing_is_made_while_the_model_runs(family: str, monkeypatch: pytest.M
 
     for owner, name in MAKERS:
         watch(owner, name)
-    live(Driver(build(family), max_step_tokens=48))
+    live(Driver(build(family), max_num_batched_tokens=48))
     assert {name for name, is_late in made if is_late} == set()
     kinds = FAMILIES[family]
     expected = {"send"} | ({"_make_mask", "_make_band"} if kinds.attention else set())
@@ -60,7 +60,7 @@ def test_nothing_is_made_while_the_model_runs(family: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "jamba", "kimi_linear", "deepseek_v3"])
 def test_tables_in_buffers_that_stay(family: str) -> None:
     """As on a GPU: every logit is compared."""
-    driver = Driver(build(family), max_step_tokens=48)
+    driver = Driver(build(family), max_num_batched_tokens=48)
     driver.runner.uploader.is_persistent = driver.memory._uploader.is_persistent = True
     live(driver)
     assert driver.runner.uploader._buffers

@@ -155,7 +155,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_variant_gives_what_the_stock_model_gives(variant: str) -> None:
     family, overrides = VARIANTS[variant]
     model = make(family_config(family, **overrides), branch_scale=FAMILIES[family].branch_scale)
-    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_step_tokens=40)
+    driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_num_batched_tokens=40)
     driver.add("long", prompt(90, 1), replace(GREEDY, max_tokens=6))
     driver.add("short", prompt(5, 2), replace(GREEDY, max_tokens=20))
     driver.step()

@@ -95,7 +95,7 @@ def test_a_state_cut_into_pages_has_its_layers_on_different_pages() -> None:
 
 def test_dtypes_of_parts_are_the_plan_s() -> None:
     config = tiny_config("qwen3_next").to_dict() | {"dtype": "bfloat16"}
-    plan = make_plan(read_config(config, name="q", kv_dtype=DType.FLOAT16), PlanOptions(3 << 20))
+    plan = make_plan(read_config(config, name="q", kv_cache_dtype=DType.FLOAT16), PlanOptions(3 << 20))
     memory = memory_of(plan)
     assert memory.attention(3).parts["k"].dtype == torch.float16
     assert memory.state(0).parts["conv"].dtype == torch.bfloat16

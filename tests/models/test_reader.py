@@ -114,7 +114,7 @@ def test_impossible_ranks_are_refused(tp: int, rank: int) -> None:
 
 
 def test_kv_and_state_dtypes_are_separate() -> None:
-    spec = load_model("qwen3-next-80b-a3b", kv_dtype=DType.FLOAT8_E4M3FN, state_dtype=DType.FLOAT16)
+    spec = load_model("qwen3-next-80b-a3b", kv_cache_dtype=DType.FLOAT8_E4M3FN, state_dtype=DType.FLOAT16)
     types = {(part.name, part.dtype) for layer in spec.layers for part in layer.parts}
     assert types == {
         ("k", DType.FLOAT8_E4M3FN),
@@ -137,7 +137,7 @@ def test_taps_are_specs_of_their_own() -> None:
     taps = [layer for layer in spec.layers if isinstance(layer, HiddenTap)]
     assert [tap.layer for tap in taps] == [0, 1]
     assert taps[0].parts[0].shape == (1, 64)
-    tapped = read_config(LLAMA, name="m", taps=[0], kv_dtype=DType.FLOAT8_E4M3FN)
+    tapped = read_config(LLAMA, name="m", taps=[0], kv_cache_dtype=DType.FLOAT8_E4M3FN)
     assert tapped.layers[-1].parts[0].dtype is DType.BFLOAT16
     with pytest.raises(ConfigError, match="no layer 2 to tap: choose from 0 to 1"):
         read_config(LLAMA, name="m", taps=[2])

@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path) -> Iterator[Engine]:
     """Few run at once and steps are short: queues, and prompts that take several steps."""
-    with Engine(checkpoint, memory="16MiB", device="cpu", max_running=8, max_step_tokens=64) as engine:
+    with Engine(checkpoint, memory="16MiB", device="cpu", max_num_seqs=8, max_num_batched_tokens=64) as engine:
         yield engine
 
 
@@ -41,6 +41,6 @@ def served(one_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def pace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
     pace = Pace(engine)
-    monkeypatch.setattr(engine.core, "step", pace.step)
+    monkeypatch.setattr(engine._core, "step", pace.step)
     yield pace
     pace.run()

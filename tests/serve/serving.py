@@ -46,10 +46,12 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Engine, model_name: str = MODEL, *, drain_s: int = 5, **options: Any) -> Iterator[Served]:
+def serving(
+    engine: Engine, served_model_name: str = MODEL, *, shutdown_timeout: int = 5, **options: Any
+) -> Iterator[Served]:
     server, ready = Server("127.0.0.1", 0), threading.Event()
-    app = make_app(engine, ServeOptions(model_name, **options))
-    thread = threading.Thread(target=lambda: server.run(app, drain_s=drain_s, on_ready=ready.set))
+    app = make_app(engine, ServeOptions(served_model_name, **options))
+    thread = threading.Thread(target=lambda: server.run(app, shutdown_timeout=shutdown_timeout, on_ready=ready.set))
     thread.start()
     try:
         assert ready.wait(PATIENCE_S)
@@ -107,9 +109,9 @@ def eventually(holds: Callable[[], bool]) -> bool:
 def check_idle(served: Served) -> None:
     """Nothing runs, waits or is held, the books are right, and a reset gives every page back."""
     engine = served.engine
-    assert eventually(lambda: not engine.core.has_work)
+    assert eventually(lambda: not engine._core.has_work)
     assert eventually(lambda: served.metrics()["hybridkv_server_waiting_requests"] == 0)
-    assert all(lease.is_pin for lease in engine.core.cache.leases)
+    assert all(lease.is_pin for lease in engine._core.cache.leases)
     engine.check_integrity()
     engine.reset_cache()
     assert not any(engine.stats().memory.used_bytes.values())
@@ -119,9 +121,9 @@ class Pace:
     """An engine that takes steps only when told to. What others ask of it happens between steps, as ever."""
 
     def __init__(self, engine: Engine) -> None:
-        self.core = engine.core
+        self.core = engine._core
         self._inbox = engine._loop._inbox
-        self._step = engine.core.step
+        self._step = engine._core.step
         self._permits = threading.Semaphore(0)
         self._at_door = threading.Event()
         self._is_free = False

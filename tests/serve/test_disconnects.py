@@ -17,11 +17,11 @@ from tests.serve.serving import LONG, MODEL, Client, Pace, Served, check_idle, e
 
 
 def running(engine: Engine) -> int:
-    return len(engine.core.scheduler.running)
+    return len(engine._core.scheduler.running)
 
 
 def waiting(engine: Engine) -> int:
-    return len(engine.core.scheduler.waiting)
+    return len(engine._core.scheduler.waiting)
 
 
 def gone(served: Served, count: int = 1) -> bool:
@@ -46,7 +46,7 @@ def test_while_decoding(stream: bool, mine: Served, pace: Pace) -> None:
     client.vanish()
     assert eventually(lambda: pace.num_asked == 1)  # to abort it
     pace.advance(1)
-    assert not mine.engine.core.has_work
+    assert not mine.engine._core.has_work
     pace.run()
     assert gone(mine)
 
@@ -56,11 +56,11 @@ def test_in_the_middle_of_a_prompt(stream: bool, mine: Served, pace: Pace) -> No
     """400 tokens, 64 a step: after two steps there is no token to send yet."""
     client = Client(mine, prompt=prompt(400, 2), max_tokens=50, stream=stream)
     pace.advance(2)
-    assert mine.engine.core.computed_tokens
+    assert mine.engine._core.computed_tokens
     client.vanish()
     assert eventually(lambda: pace.num_asked == 1)
     pace.advance(1)
-    assert not mine.engine.core.has_work
+    assert not mine.engine._core.has_work
     pace.run()
     assert gone(mine)
 
@@ -77,7 +77,7 @@ def test_in_the_queue(stream: bool, mine: Served, pace: Pace) -> None:
     assert (running(mine.engine), waiting(mine.engine)) == (8, 1)
     last.vanish()
     assert eventually(lambda: pace.num_asked == 1)
-    lookups = mine.engine.core.cache.stats.requests
+    lookups = mine.engine._core.cache.stats.requests
     pace.advance(1)
     assert (running(mine.engine), waiting(mine.engine)) == (8, 0)
     pace.run()
@@ -93,7 +93,7 @@ def test_all_of_a_request_goes(mine: Served, pace: Pace) -> None:
     client.vanish()
     assert eventually(lambda: pace.num_asked == 2)
     pace.advance(1)
-    assert not mine.engine.core.has_work
+    assert not mine.engine._core.has_work
     pace.run()
     assert gone(mine)
 
@@ -111,9 +111,9 @@ def test_one_that_does_not_read_holds_no_pages(served: Served) -> None:
     clients = [
         Client(served, prompt=prompt(20, seed), stream=True, logprobs=60, return_token_ids=True) for seed in range(4)
     ]
-    assert eventually(lambda: served.engine.core.has_work)
-    assert eventually(lambda: not served.engine.core.has_work)
-    assert all(lease.is_pin for lease in served.engine.core.cache.leases)
+    assert eventually(lambda: served.engine._core.has_work)
+    assert eventually(lambda: not served.engine._core.has_work)
+    assert all(lease.is_pin for lease in served.engine._core.cache.leases)
     text = b""
     while b"[DONE]" not in text:
         text += clients[0].read()
@@ -140,9 +140,9 @@ def test_a_cancelled_async_client(served: Served) -> None:
                 await whole
 
     asyncio.run(cancel())
-    tokens = served.engine.core.computed_tokens
-    assert eventually(lambda: not served.engine.core.has_work)
-    assert served.engine.core.computed_tokens - tokens < 2 * LONG / 2
+    tokens = served.engine._core.computed_tokens
+    assert eventually(lambda: not served.engine._core.has_work)
+    assert served.engine._core.computed_tokens - tokens < 2 * LONG / 2
 
 
 def test_timeouts_of_clients(served: Served) -> None:
@@ -151,5 +151,5 @@ def test_timeouts_of_clients(served: Served) -> None:
             f"{served.url}/v1/completions", timeout=0.2, json={"prompt": prompt(20, 4), "max_tokens": LONG, "n": 8}
         )
     start = time.monotonic()
-    assert eventually(lambda: not served.engine.core.has_work)
+    assert eventually(lambda: not served.engine._core.has_work)
     assert time.monotonic() - start < 5

@@ -45,7 +45,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_a_client_sees_what_the_page_says(demo: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(demo, model_name="demo-v1") as served:
+    with serving(demo, served_model_name="demo-v1") as served:
         exec(compile(example("from openai").replace("http://127.0.0.1:8000", served.url), "docs/server.md", "exec"), {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "65 of 81 cached"
@@ -55,10 +55,10 @@ def test_a_client_sees_what_the_page_says(demo: Engine, capsys: pytest.CaptureFi
 def test_a_server_in_python_runs(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but building the model, and waiting for a signal."""
     block = example("from hybridkv import Engine")
-    for name in ("Server(", "make_app(", "ServeOptions(", "server.run(app, drain_s=5, on_ready="):
+    for name in ("Server(", "make_app(", "ServeOptions(", "server.run(app, shutdown_timeout=5, on_ready="):
         assert name in block
     server = Server("127.0.0.1", 0)
-    server.run(make_app(demo, ServeOptions("demo", api_keys=("secret",))), drain_s=5, on_ready=server.stop)
+    server.run(make_app(demo, ServeOptions("demo", api_keys=("secret",))), shutdown_timeout=5, on_ready=server.stop)
 
 
 def test_every_option_is_listed_with_its_default() -> None:

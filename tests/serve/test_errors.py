@@ -73,7 +73,7 @@ def test_a_model_that_fails_fails_its_requests_alone(served: Served, monkeypatch
         raise RuntimeError("no such kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.engine.core.runner, "run", broken)
+        patch.setattr(served.engine._core.runner, "run", broken)
         error = error_of(served.post(COMPLETIONS, prompt="x"), 500)
         assert (error["message"], error["type"]) == ("the model failed: RuntimeError: no such kernel", "server_error")
         with pytest.raises(openai.APIError, match="no such kernel"):
@@ -103,7 +103,7 @@ def test_an_engine_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with Engine(fresh("llama"), memory="4MiB", device="cpu") as engine, serving(engine) as served:
         assert served.http.get("/health").status_code == 200
-        monkeypatch.setattr(engine.core, "step", broken)
+        monkeypatch.setattr(engine._core, "step", broken)
         body: Any = {"prompt": [5, 6, 7], "stream": True}
         assert "books are wrong" in served.post(COMPLETIONS, **body).text
         assert "books are wrong" in error_of(served.post(COMPLETIONS, prompt=[5]), 503)["message"]

@@ -19,7 +19,7 @@ from tests.serve.serving import check_idle, serving
 @pytest.fixture(scope="module")
 def api(checkpoint: Path) -> Iterator[Any]:
     """Replies are short: what is asked for is seldom modest."""
-    with Engine(checkpoint, memory="16MiB", device="cpu", max_length=24) as engine, serving(engine) as served:
+    with Engine(checkpoint, memory="16MiB", device="cpu", max_model_len=24) as engine, serving(engine) as served:
         yield schemathesis.openapi.from_url(f"{served.url}/openapi.json")
         check_idle(served)
 

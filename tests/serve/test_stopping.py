@@ -36,7 +36,7 @@ def slow_body(served: Served) -> socket.socket:
 def test_those_that_are_cut_short_are_told(engine: Engine, pace: Pace, caplog: pytest.LogCaptureFixture) -> None:
     """Running or in the queue, streamed or whole: eight may run at once, the last two wait."""
     caplog.set_level(logging.INFO, "hybridkv.serve")
-    with serving(engine, drain_s=0) as served:
+    with serving(engine, shutdown_timeout=0) as served:
         streams = [Client(served, prompt=prompt(5, seed), stream=True) for seed in range(5)]
         wholes = [Client(served, prompt=prompt(5, seed)) for seed in range(5, 10)]
         assert eventually(lambda: pace.num_waiting == 10)
@@ -51,12 +51,12 @@ def test_those_that_are_cut_short_are_told(engine: Engine, pace: Pace, caplog: p
         assert json.loads(body)["error"]["message"] == STOPPING
     assert outcomes(caplog) == ["stopped"] * 10
     pace.run()
-    assert eventually(lambda: not engine.core.has_work)
+    assert eventually(lambda: not engine._core.has_work)
 
 
 def test_a_request_that_has_not_arrived_whole(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hybridkv.serve")
-    with serving(engine, drain_s=0) as served:
+    with serving(engine, shutdown_timeout=0) as served:
         connection = slow_body(served)
         assert served.http.get("/health").status_code == 200
     with connection:
@@ -77,10 +77,10 @@ def test_a_client_that_does_not_read_is_hung_up_on(
 ) -> None:
     caplog.set_level(logging.INFO, "hybridkv.serve")
     monkeypatch.setattr("tests.serve.serving.Server", NarrowServer)
-    with serving(engine, drain_s=0) as served:
+    with serving(engine, shutdown_timeout=0) as served:
         client = Client(served, prompt=prompt(20, 1), logprobs=60, stream=True)
-        assert eventually(lambda: engine.core.has_work)
-        assert eventually(lambda: not engine.core.has_work)
+        assert eventually(lambda: engine._core.has_work)
+        assert eventually(lambda: not engine._core.has_work)
         start = time.monotonic()
     assert time.monotonic() - start < 5
     client.vanish()
@@ -101,7 +101,7 @@ def test_a_long_text_holds_nobody_up(
 
     caplog.set_level(logging.INFO, "hybridkv.serve")
     monkeypatch.setattr(engine, "prepare", slow)
-    with serving(engine, drain_s=0) as served:
+    with serving(engine, shutdown_timeout=0) as served:
         client = Client(served, prompt="x" * 300_000)
         assert has_begun.wait(10)
     [thread] = tokenizing

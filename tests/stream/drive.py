@@ -51,7 +51,7 @@ class StreamDriver(Driver):
         streamer_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, **{"row_layers": 1, "max_step_tokens": 256, **options})
+        super().__init__(model, **{"row_layers": 1, "max_num_batched_tokens": 256, **options})
         self.store = store
         given = {"stretch_tokens": STRETCH_TOKENS, "load_timeout_s": 20.0, **(streamer_options or {})}
         catalogue = Catalogue(

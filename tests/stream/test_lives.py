@@ -112,7 +112,7 @@ def test_a_load_that_goes_wrong_takes_no_room_from_anybody(family: str, mode: st
 def test_no_room_in_the_middle_of_a_reply_is_an_error_and_not_a_shorter_reply() -> None:
     """Nothing but a bug makes it happen: requests that do not fit are refused."""
     driver = StreamDriver(model_of("llama"), plain_store(), memory_bytes=tight_memory("llama", 140))
-    driver.core.limits.max_length = 10_000
+    driver.core.limits.max_model_len = 10_000
     driver.add("a", prompt(30, 4), replace(GREEDY, max_tokens=900))
     completion = driver.run()["a"].completions[0]
     assert completion.finish_reason == "error"
@@ -230,7 +230,7 @@ def test_a_slow_lookup_is_counted_once_however_long_its_request_waits(monkeypatc
     store, release = garbage_of("llama"), threading.Event()
     monkeypatch.setattr(store, "lookup", lambda names: release.wait() and [False] * len(names))
     driver = StreamDriver(
-        model_of("llama"), store, max_running=2, max_step_tokens=2, streamer_options={"lookup_timeout_s": 0.01}
+        model_of("llama"), store, max_num_seqs=2, max_num_batched_tokens=2, streamer_options={"lookup_timeout_s": 0.01}
     )
     driver.add("first", prompt(30, 3), BRIEF)
     driver.add("second", prompt(30, 4), BRIEF)
@@ -509,7 +509,7 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int) -> 
         guarded,
         chance.choice(["auto", "async", "layerwise"]),
         memory_bytes=memory_for(model, 3, 120, row_layers=1),
-        max_step_tokens=chance.choice([24, 40, 100]),
+        max_num_batched_tokens=chance.choice([24, 40, 100]),
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
     )
     driver.streamer.mover._dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])

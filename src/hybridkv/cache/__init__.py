@@ -4,7 +4,7 @@ from hybridkv.cache import cache
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.leaders import Match
-from hybridkv.cache.lease import CacheError, Lease
+from hybridkv.cache.lease import Lease
 from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, PinnedPages, PinState
@@ -15,6 +15,7 @@ from hybridkv.cache.room import could_fit, extend_some, longest_fit
 from hybridkv.cache.stats import CacheStats, Event
 from hybridkv.cache.step_tables import Segment, StepTables
 from hybridkv.cache.tokens import LookupKey, lookup_key
+from hybridkv.errors import CacheError
 
 IS_COMPILED = not str(cache.__file__).endswith(".py")
 """Whether this is the core that HYBRIDKV_COMPILE=1 builds."""

@@ -21,7 +21,7 @@ from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.leaders import Leaders, Match
-from hybridkv.cache.lease import CacheError, InFlight, Lease
+from hybridkv.cache.lease import InFlight, Lease
 from hybridkv.cache.operations import Operation, OperationBatch
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
@@ -37,6 +37,7 @@ from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.step_tables import StepTables
 from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey, TokenIds, pack_tokens
+from hybridkv.errors import CacheError
 
 
 class Cache:

@@ -12,11 +12,6 @@ from hybridkv.cache.lease_pages import LeasePages
 from hybridkv.cache.pages import Pages
 from hybridkv.cache.policy import Kind
 from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
-from hybridkv.errors import HybridKVError
-
-
-class CacheError(HybridKVError):
-    """A verb was used on a lease or a pin that does not allow it now."""
 
 
 class Kept(NamedTuple):

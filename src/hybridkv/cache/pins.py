@@ -14,11 +14,12 @@ from typing import NamedTuple
 from hybridkv.cache.arena import Arena
 from hybridkv.cache.compaction import Compactor
 from hybridkv.cache.index import Node, State
-from hybridkv.cache.lease import CacheError, Lease
+from hybridkv.cache.lease import Lease
 from hybridkv.cache.packing import pack
 from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.pools import Pool, Slab
+from hybridkv.errors import CacheError
 
 
 class PinState(StrEnum):

@@ -15,7 +15,7 @@ from hybridkv.cache.policy import (
     affordable_grid,
 )
 from hybridkv.cache.reuse import PredictedReuse
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 Flops = Callable[[int, int], float]
 """`flops(start, end)`: FLOPs of computing these tokens of a sequence."""
@@ -33,7 +33,7 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise HybridKVError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
+        raise InputError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
     return POLICIES[name](find_flops)
 
 

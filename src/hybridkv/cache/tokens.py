@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import InputError, RequestError
 
 TokenIds = Sequence[int] | bytes | bytearray | npt.NDArray[np.int32]
 
@@ -25,11 +25,11 @@ def pack_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian int32. An int32 array or packed bytes are taken as they are; lists cost more."""
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % TOKEN_BYTES:
-            raise HybridKVError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
+            raise InputError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
         return bytes(tokens)
     if isinstance(tokens, np.ndarray):
         if tokens.dtype != np.dtype("<i4") or tokens.ndim != 1:
-            raise HybridKVError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
+            raise InputError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
     if count == 1:  # what decoding samples
@@ -44,7 +44,7 @@ def pack_tokens(tokens: TokenIds) -> bytes:
     try:
         return packer.pack(*tokens)
     except struct.error as error:
-        raise HybridKVError(f"token ids must be integers that fit into 32 bits: {error}") from None
+        raise InputError(f"token ids must be integers that fit into 32 bits: {error}") from None
 
 
 class LookupKey(NamedTuple):

@@ -10,7 +10,7 @@ from hybridkv.cli.interrupts import QuietImports
 
 
 def main() -> None:
-    """Run the command line; bad input ends in one line on stderr and exit code 2."""
+    """Run the command line; bad input ends in one line on stderr and exit code 2, another failure in exit code 1."""
     code = 1
 
     def leave() -> None:

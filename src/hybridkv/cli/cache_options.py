@@ -8,13 +8,13 @@ import typer
 
 from hybridkv.cache import POLICIES
 
-KvDtypeOption = Annotated[
+KvCacheDtypeOption = Annotated[
     str | None, typer.Option(help="Type of K, V and latents: bf16, fp16, fp32, fp8 ... Default: the model's.")
 ]
 StateDtypeOption = Annotated[
     str | None, typer.Option(help="Type of recurrent states. Default: what the config asks for, else fp32.")
 ]
-BlockTokensOption = Annotated[int, typer.Option(help="Tokens in a block.")]
+BlockSizeOption = Annotated[int, typer.Option(help="Tokens in a block.")]
 AttnPackSizeOption = Annotated[
     int | None, typer.Option(help="Full-attention layers that share a page. Default: all of them.")
 ]

@@ -21,16 +21,18 @@ from hybridkv.cli.engine_options import (
     takes_engine_options,
 )
 from hybridkv.cli.tables import write
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import InputError, ReplyError, RequestError
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 
 
-@takes_engine_options("max_running", "seed")
+@takes_engine_options("max_num_seqs", "seed")
 def chat_command(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="A first message that tells the model how to behave.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="A first message that tells the model how to behave.")
+    ] = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.7,
     top_p: TopPOption = 1.0,
@@ -45,8 +47,8 @@ def chat_command(
     Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
     params = sampling(max_tokens, temperature, top_p, top_k, seed)
-    with replace(options, max_running=1).start(model) as engine:
-        messages = [{"role": "system", "content": system}] if system else []
+    with replace(options, max_num_seqs=1).start(model) as engine:
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         _check_template(engine, messages)
         while line := _ask():
             messages.append({"role": "user", "content": line})
@@ -64,7 +66,7 @@ def _check_template(engine: Engine, messages: list[dict[str, str]]) -> None:
     try:
         engine.render_chat([*messages, {"role": "user", "content": "Hello"}])
     except RequestError as error:
-        raise HybridKVError(f"{engine.model_name} cannot chat: {error}; hybridkv generate completes texts") from None
+        raise InputError(f"{engine.model_name} cannot chat: {error}; hybridkv generate completes texts") from None
 
 
 def _ask() -> str:
@@ -76,7 +78,7 @@ def _ask() -> str:
             write("")
         return ""
     except UnicodeDecodeError as error:
-        raise HybridKVError(f"cannot read a message from standard input: {error}") from None
+        raise InputError(f"cannot read a message from standard input: {error}") from None
 
 
 def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | None:
@@ -95,7 +97,7 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | 
         result = None
     write("")
     if result is not None and result.completions[0].error is not None:
-        raise HybridKVError(result.completions[0].error)
+        raise ReplyError(result.completions[0].error)
     return result
 
 

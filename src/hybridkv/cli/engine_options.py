@@ -17,14 +17,14 @@ from hybridkv.cache import DEFAULT_POLICY
 from hybridkv.cli.cache_options import (
     ROW_LAYERS_HELP,
     AttnPackSizeOption,
-    BlockTokensOption,
-    KvDtypeOption,
+    BlockSizeOption,
+    KvCacheDtypeOption,
     PolicyOption,
     RowOrderOption,
     StateDtypeOption,
 )
 from hybridkv.cli.interrupts import QuietImports
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ class EngineOptions:
     memory: Annotated[str, typer.Option(help="Memory for the cache: 2GiB, 512M ...")] = "2GiB"
     dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float32 ...")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto"
-    kv_dtype: KvDtypeOption = None
+    kv_cache_dtype: KvCacheDtypeOption = None
     state_dtype: StateDtypeOption = None
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS
+    block_size: BlockSizeOption = DEFAULT_BLOCK_TOKENS
     attn_pack_size: AttnPackSizeOption = None
     row_layers: Annotated[
         int | None, typer.Option(help=f"{ROW_LAYERS_HELP} Default: 1 on a CPU, {DEFAULT_ROW_LAYERS} on a GPU.")
     ] = None
     row_order: RowOrderOption = DEFAULT_ROW_ORDER
     policy: PolicyOption = DEFAULT_POLICY
-    max_step_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens that are computed at once. Default: by the device.")
     ] = None
-    max_running: Annotated[int, typer.Option(help="Samples that are computed at once.")] = 256
-    max_length: Annotated[
+    max_num_seqs: Annotated[int, typer.Option(help="Samples that are computed at once.")] = 256
+    max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of a prompt and its reply, if less than the model's.")
     ] = None
     tokenizer: Annotated[
@@ -81,8 +81,7 @@ class EngineOptions:
         float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
     ] = 30.0
     compile: Annotated[
-        bool,
-        typer.Option("--compile/--no-compile", help="Compile the model's layers: slow to start, then faster on a GPU."),
+        bool, typer.Option("--compile", help="Compile the model's layers: slow to start, then faster on a GPU.")
     ] = False
 
     def start(self, model: str) -> Engine:
@@ -144,7 +143,7 @@ def _engine() -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise HybridKVError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
+        raise InputError(f"running models needs {error.name}: pip install 'hybridkv[engine]'") from error
     return engine
 
 

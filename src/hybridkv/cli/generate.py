@@ -22,7 +22,7 @@ from hybridkv.cli.engine_options import (
     takes_engine_options,
 )
 from hybridkv.cli.tables import write
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError, ReplyError
 
 if TYPE_CHECKING:
     from hybridkv.engine import Result
@@ -64,8 +64,8 @@ def generate_command(
     """
     wanted = _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
-    at_once = min(options.max_running, max(1, len(wanted) * n))
-    with replace(options, max_running=at_once).start(model) as engine:
+    at_once = min(options.max_num_seqs, max(1, len(wanted) * n))
+    with replace(options, max_num_seqs=at_once).start(model) as engine:
         results = engine.generate(wanted, params, progress=sys.stderr.isatty())
         for result, prompt in zip(results, wanted, strict=True):
             if as_json:
@@ -77,7 +77,7 @@ def generate_command(
 
 def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | list[int]]:
     if prompts and path:
-        raise HybridKVError("both --prompt and --file: give one of them")
+        raise InputError("both --prompt and --file: give one of them")
     if prompts:
         return list(prompts)
     if path is None:
@@ -85,13 +85,13 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
     try:
         text = _piped() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise HybridKVError(f"cannot read {path}: it is no text in UTF-8; name a file with a prompt a line") from None
+        raise InputError(f"cannot read {path}: it is no text in UTF-8; name a file with a prompt a line") from None
     except OSError as error:
-        raise HybridKVError(f"cannot read {path}: {error.strerror}; name a file with a prompt a line") from None
+        raise InputError(f"cannot read {path}: {error.strerror}; name a file with a prompt a line") from None
     lines = text.split("\n")  # a prompt may hold other characters that end lines
     found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise HybridKVError(f"{path} has no prompts: write one a line")
+        raise InputError(f"{path} has no prompts: write one a line")
     return found
 
 
@@ -99,9 +99,9 @@ def _piped() -> str:
     try:
         text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise HybridKVError(f"cannot read the prompt from standard input: {error}") from None
+        raise InputError(f"cannot read the prompt from standard input: {error}") from None
     if not text:
-        raise HybridKVError("no prompt: give one with -p, a file with -f, or pipe one in")
+        raise InputError("no prompt: give one with -p, a file with -f, or pipe one in")
     return text
 
 
@@ -112,10 +112,10 @@ def _line(path: Path, number: int, line: str) -> str | list[int]:
         raw = json.loads(line)
         prompt = raw["prompt"] if "prompt" in raw else raw["token_ids"]
     except (ValueError, KeyError, TypeError):
-        raise HybridKVError(f"{path}, line {number}: expected an object with 'prompt' or 'token_ids'") from None
+        raise InputError(f"{path}, line {number}: expected an object with 'prompt' or 'token_ids'") from None
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
         return prompt
-    raise HybridKVError(f"{path}, line {number}: a prompt is a text or a list of token ids")
+    raise InputError(f"{path}, line {number}: a prompt is a text or a list of token ids")
 
 
 def _show(result: Result, prompt: str | list[int] | None, has_text: bool) -> None:
@@ -130,7 +130,7 @@ def _check_errors(results: list[Result]) -> None:
     """Once everything is written: what one reply failed at takes no other along."""
     errors = [one.error for result in results for one in result.completions if one.error is not None]
     if errors:
-        raise HybridKVError(f"{len(errors)} of {sum(len(r.completions) for r in results)} replies failed: {errors[0]}")
+        raise ReplyError(f"{len(errors)} of {sum(len(r.completions) for r in results)} replies failed: {errors[0]}")
 
 
 def _report(result: Result) -> dict[str, Any]:

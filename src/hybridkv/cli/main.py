@@ -1,8 +1,9 @@
-"""The commands, and the one place where errors become an exit code."""
+"""The commands, and the one place where errors become an exit code: 2 for bad input, 1 for what failed otherwise."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated, cast
 
@@ -17,7 +18,8 @@ from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
 from hybridkv.cli.serve import serve_command
 from hybridkv.cli.store import store_app
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, InputError
+from hybridkv.renamed import new_flag
 
 app = typer.Typer(
     name="hybridkv",
@@ -38,6 +40,7 @@ app.add_typer(store_app, name="store")
 
 # What the parser raises on a wrong option or value. Typer exports only BadParameter, a direct subclass of it.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+_UNKNOWN_FLAG = re.compile(r"No such option: --([\w-]+)")
 
 
 def _show_version(wanted: bool) -> None:
@@ -63,7 +66,7 @@ def run(args: list[str]) -> int:
         code = app(args or ["--help"], prog_name="hybridkv", standalone_mode=False)
         sys.stdout.flush()
     except HybridKVError as error:
-        return _complain(str(error))
+        return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone: no error, and nobody to tell
@@ -74,9 +77,18 @@ def run(args: list[str]) -> int:
         return _complain(f"cannot write: {error.strerror}", code=1)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "hybridkv"
-        message = error.format_message()  # empty: a group without a command has shown its help
+        message = _renamed(error) or error.format_message()  # empty: a group without a command has shown its help
         return _complain(f"{message} (see '{command} --help')") if message else 2
     return code if isinstance(code, int) else 0
+
+
+def _renamed(error: typer.BadParameter) -> str | None:
+    """The new name of a flag that is not known any more."""
+    unknown = _UNKNOWN_FLAG.match(error.format_message())
+    if unknown is None or error.ctx is None:
+        return None
+    new = new_flag(unknown[1], [str(option.name) for option in error.ctx.command.params])
+    return f"--{unknown[1]} is now --{new}" if new is not None else None
 
 
 def _complain(message: str, code: int = 2) -> int:

@@ -10,13 +10,13 @@ import typer
 from hybridkv.cli.cache_options import (
     ROW_LAYERS_HELP,
     AttnPackSizeOption,
-    BlockTokensOption,
-    KvDtypeOption,
+    BlockSizeOption,
+    KvCacheDtypeOption,
     RowOrderOption,
     StateDtypeOption,
 )
 from hybridkv.cli.tables import compare_table, console, plan_tables, write
-from hybridkv.errors import HybridKVError, PlanError
+from hybridkv.errors import InputError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import Plan, PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
@@ -33,16 +33,18 @@ def plan_command(
             help="A directory with a config.json, a config.json, or a name that 'hybridkv models' lists.",
         ),
     ],
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks; the plan is for one of them.")] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", help="Tensor-parallel ranks; the plan is for one of them.")
+    ] = 1,
     memory: Annotated[str, typer.Option(help="Memory for the cache of one rank: 80GiB, 80G, 512M ...")] = "80GiB",
-    kv_dtype: KvDtypeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     state_dtype: StateDtypeOption = None,
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_size: BlockSizeOption = DEFAULT_BLOCK_TOKENS,
     attn_pack_size: AttnPackSizeOption = None,
     row_layers: Annotated[int, typer.Option(help=ROW_LAYERS_HELP)] = DEFAULT_ROW_LAYERS,
     row_order: RowOrderOption = DEFAULT_ROW_ORDER,
     taps: Annotated[str | None, typer.Option(help="Layers whose hidden states may be asked for: 0,12,24.")] = None,
-    max_len: Annotated[int, typer.Option(help="Length of the requests to fit, in tokens.")] = 32768,
+    max_model_len: Annotated[int, typer.Option(help="Length of the requests to fit, in tokens.")] = 32768,
     compare: Annotated[bool, typer.Option("--compare", help="One table, one line a model.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: an object, or a list for several models.")
@@ -53,27 +55,30 @@ def plan_command(
     Shows its groups, pages and rows, what a token and a checkpoint cost, how many requests fit, and what one uniform
     page size would cost instead.
     """
-    if max_len < 1:
-        raise PlanError(f"max-len {max_len}: a request has at least 1 token")
-    options = PlanOptions(parse_size(memory), block_tokens, attn_pack_size, row_layers, row_order)
-    plans = [_plan(model, options, tp, kv_dtype, state_dtype, _layer_numbers(taps)) for model in models]
+    if max_model_len < 1:
+        raise PlanError(f"max_model_len {max_model_len}: a request has at least 1 token")
+    options = PlanOptions(parse_size(memory), block_size, attn_pack_size, row_layers, row_order)
+    plans = [
+        _plan(model, options, tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps))
+        for model in models
+    ]
     if as_json:
-        reports = [plan_report(plan, max_len) for plan in plans]
+        reports = [plan_report(plan, max_model_len) for plan in plans]
         write(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
     elif compare:
-        console().print(compare_table(plans, max_len))
+        console().print(compare_table(plans, max_model_len))
     else:
         for plan in plans:
-            console().print(plan_tables(plan, max_len))
+            console().print(plan_tables(plan, max_model_len))
 
 
 def _plan(
-    model: str, options: PlanOptions, tp: int, kv_dtype: str | None, state_dtype: str | None, taps: list[int]
+    model: str, options: PlanOptions, tp: int, kv_cache_dtype: str | None, state_dtype: str | None, taps: list[int]
 ) -> Plan:
     spec = load_model(
         model,
         tp=tp,
-        kv_dtype=DType.parse(kv_dtype) if kv_dtype else None,
+        kv_cache_dtype=DType.parse(kv_cache_dtype) if kv_cache_dtype else None,
         state_dtype=DType.parse(state_dtype) if state_dtype else None,
         taps=taps,
     )
@@ -84,4 +89,4 @@ def _layer_numbers(text: str | None) -> list[int]:
     try:
         return [int(number) for number in text.split(",")] if text else []
     except ValueError:
-        raise HybridKVError(f"taps {text!r} is not a list of layers: write it as 0,12,24") from None
+        raise InputError(f"taps {text!r} is not a list of layers: write it as 0,12,24") from None

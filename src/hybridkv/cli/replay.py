@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hybridkv.cache import DEFAULT_POLICY, CacheLayout, named_policy
-from hybridkv.cli.cache_options import BlockTokensOption, KvDtypeOption, PolicyOption, StateDtypeOption
+from hybridkv.cli.cache_options import BlockSizeOption, KvCacheDtypeOption, PolicyOption, StateDtypeOption
 from hybridkv.cli.replay_plot import check_plot, save_plot
-from hybridkv.cli.replay_sweep import Combination, combinations
+from hybridkv.cli.replay_sweep import KEYS, Combination, combinations
 from hybridkv.cli.replay_tables import report_tables, sweep_table
 from hybridkv.cli.tables import console, write
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.models import compute_of, load_model
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS
@@ -43,11 +43,14 @@ DEFAULT_ACCELERATOR = "h200"
 def replay_command(
     trace: Annotated[Path, typer.Argument(help="A Mooncake trace, or JSON lines with token_ids or text; or .gz.")],
     model: Annotated[str, typer.Option(help="A directory with a config.json, or a name that 'hybridkv models' lists.")],
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks; the memory is that of one of them.")] = 1,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Tensor-parallel ranks; the memory is that of one of them."),
+    ] = 1,
     memory: Annotated[str, typer.Option(help="Memory for the cache of one rank: 80GiB, 80G, 512M ...")] = "100GiB",
-    kv_dtype: KvDtypeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     state_dtype: StateDtypeOption = None,
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_size: BlockSizeOption = DEFAULT_BLOCK_TOKENS,
     policy: PolicyOption = DEFAULT_POLICY,
     serial: Annotated[
         bool, typer.Option("--serial", help="One request at a time; arrival times do not count.")
@@ -69,8 +72,7 @@ def replay_command(
         list[str] | None,
         typer.Option(
             metavar="KEY=V1,V2",
-            help="Replay with each value; repeat it for every combination. Keys: memory, policy, tp, state-dtype, "
-            "block-tokens.",
+            help=f"Replay with each value; repeat it for every combination. Keys: {', '.join(KEYS)}.",
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Save a figure: .png or .svg.")] = None,
@@ -81,13 +83,21 @@ def replay_command(
     Reports how many prompt tokens the cache supplies, why it does not supply the others, and what that costs.
     """
     if limit is not None and limit < 1:
-        raise HybridKVError(f"limit {limit}: replay at least 1 request")
-    base = Combination(memory=memory, policy=policy, tp=tp, state_dtype=state_dtype, block_tokens=block_tokens)
+        raise InputError(f"limit {limit}: replay at least 1 request")
+    base = Combination(
+        memory=memory,
+        policy=policy,
+        tensor_parallel_size=tensor_parallel_size,
+        state_dtype=state_dtype,
+        block_size=block_size,
+    )
     runs = combinations(base, sweep or ())
     for run in runs:
         named_policy(run.policy)
-    layouts = [_layout(model, run, kv_dtype) for run in runs]  # faults show before the long work
-    services = [_service(model, run.tp, accelerator, prefill_rate, decode_rate, serial=serial) for run in runs]
+    layouts = [_layout(model, run, kv_cache_dtype) for run in runs]  # faults show before the long work
+    services = [
+        _service(model, run.tensor_parallel_size, accelerator, prefill_rate, decode_rate, serial=serial) for run in runs
+    ]
     if plot is not None:
         check_plot(plot)
     requests = load_trace(trace, load_tokenizer(tokenizer) if tokenizer else None)
@@ -97,10 +107,10 @@ def replay_command(
         Setting(
             trace=requests.name,
             model=model,
-            tp=run.tp,
+            tp=run.tensor_parallel_size,
             memory_bytes=run.memory_bytes,
-            block_tokens=run.block_tokens,
-            kv_dtype=kv_dtype,
+            block_tokens=run.block_size,
+            kv_cache_dtype=kv_cache_dtype,
             state_dtype=run.state_dtype,
             policy=run.policy,
             serial=serial,
@@ -120,14 +130,14 @@ def replay_command(
         console().print(sweep_table(reports) if sweep else report_tables(reports[0]))
 
 
-def _layout(model: str, run: Combination, kv_dtype: str | None) -> CacheLayout:
+def _layout(model: str, run: Combination, kv_cache_dtype: str | None) -> CacheLayout:
     spec = load_model(
         model,
-        tp=run.tp,
-        kv_dtype=DType.parse(kv_dtype) if kv_dtype else None,
+        tp=run.tensor_parallel_size,
+        kv_cache_dtype=DType.parse(kv_cache_dtype) if kv_cache_dtype else None,
         state_dtype=DType.parse(run.state_dtype) if run.state_dtype else None,
     )
-    return CacheLayout.from_plan(make_plan(spec, PlanOptions(run.memory_bytes, run.block_tokens)))
+    return CacheLayout.from_plan(make_plan(spec, PlanOptions(run.memory_bytes, run.block_size)))
 
 
 def _service(

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import DiskError, InputError, is_disk_failure
 from hybridkv.replay import ReplayReport
 
 _GIB = 2**30
@@ -20,15 +20,16 @@ _HIGHEST = 104
 def check_plot(path: Path) -> None:
     """Find out before the long work whether a figure can be saved."""
     if path.suffix.lower() not in _SUFFIXES:
-        raise HybridKVError(f"plot {path}: name it .png or .svg")
+        raise InputError(f"plot {path}: name it .png or .svg")
     if find_spec("matplotlib") is None:
-        raise HybridKVError("a plot needs matplotlib: pip install 'hybridkv[plot]'")
+        raise InputError("a plot needs matplotlib: pip install 'hybridkv[plot]'")
     existed = path.exists()
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise HybridKVError(f"cannot write plot {path}: {error.strerror}") from None
+        kind = DiskError if is_disk_failure(error) else InputError
+        raise kind(f"cannot write plot {path}: {error.strerror}") from None
     if not existed:
         path.unlink()
 

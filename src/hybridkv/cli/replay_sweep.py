@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
+from hybridkv.renamed import new_flag
 from hybridkv.units import parse_size
 
-KEYS = ("memory", "policy", "tp", "state-dtype", "block-tokens")
+KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,9 @@ class Combination:
 
     memory: str
     policy: str
-    tp: int
+    tensor_parallel_size: int
     state_dtype: str | None
-    block_tokens: int
+    block_size: int
 
     @property
     def memory_bytes(self) -> int:
@@ -34,19 +35,22 @@ def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
     for sweep in sweeps:
         key, _, text = sweep.partition("=")
         values = [value.strip() for value in text.split(",") if value.strip()]
+        new = new_flag(key, KEYS)
+        if new is not None:
+            raise InputError(f"sweep {sweep!r}: {key} is now {new}")
         if key not in KEYS or not values:
-            raise HybridKVError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
+            raise InputError(f"sweep {sweep!r}: write it as KEY=V1,V2 with a key of {', '.join(KEYS)}")
         if key in axes:
-            raise HybridKVError(f"sweep over {key!r} twice: give all its values at once, as {key}=V1,V2")
+            raise InputError(f"sweep over {key!r} twice: give all its values at once, as {key}=V1,V2")
         axes[key] = [_value(key, value) for value in dict.fromkeys(values)]
     names = [key.replace("-", "_") for key in axes]
     return [replace(base, **dict(zip(names, values, strict=True))) for values in product(*axes.values())]
 
 
 def _value(key: str, text: str) -> str | int:
-    if key not in ("tp", "block-tokens"):
+    if key not in ("tensor-parallel-size", "block-size"):
         return text
     try:
         return int(text)
     except ValueError:
-        raise HybridKVError(f"sweep over {key}: {text!r} is not a whole number") from None
+        raise InputError(f"sweep over {key}: {text!r} is not a whole number") from None

@@ -15,7 +15,7 @@ from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
 from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def serve_command(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any that is free.")] = 8000,
-    name: Annotated[
+    served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: its directory's name.")
     ] = None,
     api_key: Annotated[
@@ -52,7 +52,7 @@ def serve_command(
         int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
     ] = 1024,
     max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB",
-    drain_s: Annotated[
+    shutdown_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have to finish when the server stops.")
     ] = 30,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
@@ -64,14 +64,14 @@ def serve_command(
     serve = _serve()
     keys = _keys(api_key or [])
     max_body_bytes = parse_size(max_body)
-    _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, drain_s=drain_s)
+    _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout)
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
     checkpoint = model if model is not None else _demo()
     root = Path(checkpoint).resolve()
-    model_name = name or root.name
+    model_name = served_model_name or root.name
     with options.start(checkpoint) as engine:
         app = serve.make_app(
             engine,
@@ -80,17 +80,19 @@ def serve_command(
             ),
         )
         server.run(
-            app, drain_s=drain_s, on_ready=lambda: _announce(engine, server, model_name, keys, options.store or [])
+            app,
+            shutdown_timeout=shutdown_timeout,
+            on_ready=lambda: _announce(engine, server, model_name, keys, options.store or []),
         )
 
 
 def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], stores: list[str]) -> None:
     """The address, the plan, the stores, and a line to try it with."""
     plan, out = engine.plan, console()
-    reason = ", which is all that fits: --memory gives it more" if engine.core.limits.is_short_of_memory else ""
+    reason = ", which is all that fits: --memory gives it more" if engine.is_short_of_memory else ""
     out.print(
         f"\n[bold]{escape(model_name)}[/] on {engine.device}: {format_bytes(plan.arena_bytes)} for its cache, blocks "
-        f"of {plan.options.block_tokens} tokens, up to {engine.max_length:,} tokens a request{reason}"
+        f"of {plan.options.block_tokens} tokens, up to {engine.max_model_len:,} tokens a request{reason}"
     )
     for group in plan.groups:
         cut = f" x {group.layout.pages}" if group.layout.pages > 1 else ""
@@ -127,7 +129,7 @@ def _serve() -> Any:
         known = {"fastapi", "pydantic", "prometheus_client", "starlette", "torch", "transformers", "uvicorn"}
         if error.name not in known:
             raise
-        raise HybridKVError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
+        raise InputError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
     return serve
 
 
@@ -136,21 +138,21 @@ def _keys(given: list[str]) -> tuple[str, ...]:
     keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-            raise HybridKVError("an API key that is empty or has other than printable ASCII: it could not be sent")
+            raise InputError("an API key that is empty or has other than printable ASCII: it could not be sent")
     return tuple(keys)
 
 
-def _check_numbers(*, port: int, max_waiting: int, max_body_bytes: int, drain_s: int) -> None:
+def _check_numbers(*, port: int, max_waiting: int, max_body_bytes: int, shutdown_timeout: int) -> None:
     if not 0 <= port <= _HIGHEST_PORT:
-        raise HybridKVError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
+        raise InputError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
     if max_waiting < 1:
-        raise HybridKVError(f"max waiting {max_waiting}: at least 1 request must be let in")
+        raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
     if max_body_bytes < _LEAST_BODY_BYTES:
-        raise HybridKVError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
-    if drain_s < 0:
-        raise HybridKVError(f"drain {drain_s} s: choose 0 or more")
+        raise InputError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
+    if shutdown_timeout < 0:
+        raise InputError(f"shutdown timeout {shutdown_timeout} s: choose 0 or more")
 
 
 def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise HybridKVError(f"{what} {value!r}: choose {' or '.join(known)}")
+        raise InputError(f"{what} {value!r}: choose {' or '.join(known)}")

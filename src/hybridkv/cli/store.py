@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from hybridkv.cli.store_tables import listing_tables, stat_tables
 from hybridkv.cli.tables import console, write
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.store import CorruptObject, MissingObject, ObjectName, Store, Stored, inspect_store
 from hybridkv.units import format_bytes, parse_size
 
@@ -166,7 +166,7 @@ def _object_record(one: Stored, about: dict[str, dict[str, str]]) -> dict[str, o
 def _duration(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text)
     if match is None:
-        raise HybridKVError(f"{text!r} is not a span of time: write it as 90s, 30m, 12h, 7d or 2w")
+        raise InputError(f"{text!r} is not a span of time: write it as 90s, 30m, 12h, 7d or 2w")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -37,17 +37,19 @@ def console() -> Console:
     return probe if probe.is_terminal else _Console(width=_PLAIN_WIDTH)
 
 
-def plan_tables(plan: Plan, max_len: int) -> Group:
+def plan_tables(plan: Plan, max_model_len: int) -> Group:
     """The plan of one model: what it keeps, how the arena is cut, and what a uniform page would cost."""
-    return Group(_heading(plan), _groups_table(plan), _facts_table(plan, max_len), _uniform_table(plan, max_len), "")
+    return Group(
+        _heading(plan), _groups_table(plan), _facts_table(plan, max_model_len), _uniform_table(plan, max_model_len), ""
+    )
 
 
-def compare_table(plans: Sequence[Plan], max_len: int) -> Table:
+def compare_table(plans: Sequence[Plan], max_model_len: int) -> Table:
     """One line a model."""
     options = plans[0].options
     table = Table(
         title=f"{format_bytes(options.memory_bytes)} a rank, blocks of {options.block_tokens} tokens, "
-        f"requests of {max_len:,} tokens; uniform: one page size for all layers",
+        f"requests of {max_model_len:,} tokens; uniform: one page size for all layers",
         title_justify="left",
     )
     table.add_column("model")
@@ -64,9 +66,9 @@ def compare_table(plans: Sequence[Plan], max_len: int) -> Table:
             format_bytes(checkpoint) if checkpoint else "-",
             _count(checkpoint_tokens(plan) if checkpoint else None),
             f"{plan.padding_ratio:.2%}",
-            _count(plan.max_requests(max_len)),
+            _count(plan.max_requests(max_model_len)),
             _count(uniform.block_tokens),
-            _count(uniform.max_requests(max_len)),
+            _count(uniform.max_requests(max_model_len)),
         )
     if not all(plan.model.verified for plan in plans):
         table.caption = "* unverified: no config in the transformers source to check it against"
@@ -107,7 +109,7 @@ def _groups_table(plan: Plan) -> Table:
     return table
 
 
-def _facts_table(plan: Plan, max_len: int) -> Table:
+def _facts_table(plan: Plan, max_model_len: int) -> Table:
     model, options = plan.model, plan.options
     table = Table(title="Memory of one rank", title_justify="left", show_header=False)
     table.add_column("what")
@@ -133,18 +135,18 @@ def _facts_table(plan: Plan, max_len: int) -> Table:
     taps = [group for group in plan.groups if isinstance(group.specs[0], HiddenTap)]
     if taps:
         table.add_row("tap page", format_bytes(taps[0].page_bytes), "one layer of one block, for requests that ask")
-    fits = plan.max_requests(max_len)
-    remark = f"of {max_len:,} tokens, {format_bytes(plan.request_bytes(max_len))} each"
+    fits = plan.max_requests(max_model_len)
+    remark = f"of {max_model_len:,} tokens, {format_bytes(plan.request_bytes(max_model_len))} each"
     table.add_row(
-        "requests that fit", f"{fits:,}", remark + ("" if fits else ": give more --memory or a shorter --max-len")
+        "requests that fit", f"{fits:,}", remark + ("" if fits else ": give more --memory or a shorter --max-model-len")
     )
     return table
 
 
-def _uniform_table(plan: Plan, max_len: int) -> Table:
+def _uniform_table(plan: Plan, max_model_len: int) -> Table:
     """Our blocks beside those of an engine with one page size, for short and long requests."""
     memory = plan.options.memory_bytes
-    lengths = sorted({length for length in (1024, 8192) if length < max_len} | {max_len})
+    lengths = sorted({length for length in (1024, 8192) if length < max_model_len} | {max_model_len})
     table = Table(title="Beside one uniform page size for all layers", title_justify="left")
     table.add_column("")
     table.add_column("block", justify="right")

@@ -3,12 +3,13 @@
 from hybridkv.engine.chat import render_chat
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.families import SUPPORTED
-from hybridkv.engine.loop import EngineError
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
+from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.sampler import TokenLogprobs
 from hybridkv.engine.stats import EngineStats, MemoryUse
+from hybridkv.errors import EngineError
 
 __all__ = [
     "SUPPORTED",
@@ -16,6 +17,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineStats",
+    "LayerObserver",
     "MemoryUse",
     "Metrics",
     "Prompt",

@@ -11,7 +11,7 @@ from hybridkv.engine.host import allow_many_files, keep_freed_memory, plan_no_at
 from hybridkv.engine.loading import LoadedModel
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.streaming import Streaming
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.memory import Memory
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_ROW_LAYERS
@@ -20,7 +20,7 @@ from hybridkv.stream import Catalogue, Streamer
 from hybridkv.stream.torch_io import page_bytes
 from hybridkv.units import parse_size
 
-_STEP_TOKENS = {"cuda": 8192, "cpu": 1024}
+_MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
 """Tokens a step at most: enough to keep the device busy, few enough for those that decode not to wait long."""
 
 _ROW_LAYERS = {"cpu": 1}
@@ -33,9 +33,9 @@ class Settings:
 
     plan: PlanOptions
     policy: str
-    step_tokens: int
-    max_running: int
-    max_length: int | None
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int | None
     seed: int | None
     stream: str
     load_timeout_s: float
@@ -67,9 +67,9 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         cache,
         runner,
         vocab_size=loaded.vocab_size,
-        max_length=min(loaded.max_length, settings.max_length or loaded.max_length),
-        max_step_tokens=settings.step_tokens,
-        max_running=settings.max_running,
+        max_model_len=min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
         eos_ids=loaded.eos_ids,
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
@@ -81,7 +81,7 @@ def memory_bytes(memory: str | int) -> int:
     if isinstance(memory, str):
         return parse_size(memory)
     if not isinstance(memory, int) or isinstance(memory, bool):
-        raise HybridKVError(f"memory {memory!r}: write a size such as '2GiB', or a whole number of bytes")
+        raise InputError(f"memory {memory!r}: write a size such as '2GiB', or a whole number of bytes")
     return memory
 
 
@@ -93,11 +93,11 @@ def check_kinds(
         may_lack = name not in whole
         if isinstance(value, bool) or not isinstance(value, int | None if may_lack else int):
             way_out = "pass a whole number, or None for a default" if may_lack else "pass a whole number"
-            raise HybridKVError(f"{name} {value!r}: {way_out}")
+            raise InputError(f"{name} {value!r}: {way_out}")
     if seed is not None and not -(2**63) <= seed < 2**64:
-        raise HybridKVError(f"a seed of {seed.bit_length()} bits: pass one that fits into 64")
+        raise InputError(f"a seed of {seed.bit_length()} bits: pass one that fits into 64")
     if not isinstance(trust, bool):
-        raise HybridKVError(f"trust_remote_code {trust!r}: pass True or False")
+        raise InputError(f"trust_remote_code {trust!r}: pass True or False")
     named_policy(str(policy))
 
 
@@ -122,24 +122,27 @@ def plan_options(
     return options
 
 
-def check_limits(device: str, max_step_tokens: int | None, max_running: int, max_length: int | None) -> int:
+def check_limits(device: str, max_num_batched_tokens: int | None, max_num_seqs: int, max_model_len: int | None) -> int:
     """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
-    step_tokens = _STEP_TOKENS.get(device, _STEP_TOKENS["cpu"]) if max_step_tokens is None else max_step_tokens
-    if step_tokens < 1:
-        raise HybridKVError(f"max_step_tokens {step_tokens}: a step has at least 1 token; leave it out for a default")
-    if not 1 <= max_running <= step_tokens:
-        raise HybridKVError(
-            f"max_running {max_running}: choose 1 to {step_tokens}; each running sample needs one of the tokens of a "
-            f"step (max_step_tokens)"
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = _MAX_NUM_BATCHED_TOKENS.get(device, _MAX_NUM_BATCHED_TOKENS["cpu"])
+    if max_num_batched_tokens < 1:
+        raise InputError(
+            f"max_num_batched_tokens {max_num_batched_tokens}: a step has at least 1 token; leave it out for a default"
         )
-    if max_length is not None and max_length < 2:
-        raise HybridKVError(f"max_length {max_length}: a prompt and its reply have at least 2 tokens")
-    return step_tokens
+    if not 1 <= max_num_seqs <= max_num_batched_tokens:
+        raise InputError(
+            f"max_num_seqs {max_num_seqs}: choose 1 to {max_num_batched_tokens}; each running sample needs one of the "
+            f"tokens of a step (max_num_batched_tokens)"
+        )
+    if max_model_len is not None and max_model_len < 2:
+        raise InputError(f"max_model_len {max_model_len}: a prompt and its reply have at least 2 tokens")
+    return max_num_batched_tokens
 
 
 def as_store(store: str | Sequence[str] | Store) -> Store:
     if isinstance(store, Store):
         return store
     if not isinstance(store, Sequence) or not all(isinstance(url, str) for url in store):
-        raise HybridKVError(f"a store of type {type(store).__name__}: pass a URL, a list of them, or an open store")
+        raise InputError(f"a store of type {type(store).__name__}: pass a URL, a list of them, or an open store")
     return open_store([store] if isinstance(store, str) else list(store))

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.engine.families import SUPPORTED
 from hybridkv.engine.seams.frame import current
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 LOG = logging.getLogger("hybridkv.engine")
 
@@ -31,7 +31,7 @@ COMPILED = SUPPORTED - {"gemma3n_text", "llama4_text"}
 
 def check_compile(compile: bool | str) -> None:
     if not isinstance(compile, bool) and compile != "auto":
-        raise HybridKVError(f"compile {compile!r}: write True, False, or 'auto' for where it pays")
+        raise InputError(f"compile {compile!r}: write True, False, or 'auto' for where it pays")
 
 
 def compile_layers(
@@ -44,7 +44,7 @@ def compile_layers(
     if reason is None:
         return CompiledLayers(layers, is_forced=compile is True)
     if compile is True:
-        raise HybridKVError(f"compile=True: {reason}; leave it out")
+        raise InputError(f"compile=True: {reason}; leave it out")
     LOG.warning("layers are not compiled: %s", reason)
     return None
 
@@ -92,7 +92,7 @@ class CompiledLayers:
         """A layer could not be compiled; none of it has run."""
         reason = str(error).strip().splitlines()[0]
         if self._is_forced:
-            raise HybridKVError(f"compile=True: layer {index} cannot be compiled: {reason}; leave it out") from error
+            raise InputError(f"compile=True: layer {index} cannot be compiled: {reason}; leave it out") from error
         LOG.warning("layers are not compiled: layer %d cannot be: %s", index, reason)
         self.stop()
 

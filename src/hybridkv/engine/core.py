@@ -41,9 +41,9 @@ class EngineCore:
         runner: Runner,
         *,
         vocab_size: int,
-        max_length: int,
-        max_step_tokens: int,
-        max_running: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         eos_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
@@ -52,10 +52,12 @@ class EngineCore:
         self.cache = cache
         self.runner = runner
         self.streaming = streaming
-        self.scheduler = Scheduler(cache, max_step_tokens=max_step_tokens, max_running=max_running, streaming=streaming)
+        self.scheduler = Scheduler(
+            cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, streaming=streaming
+        )
         self.waits = False
         """The last step found nothing to compute: everyone waits for a store."""
-        self.limits = Limits(cache.layout, vocab_size, max_length, has_tokenizer=tokenizer is not None)
+        self.limits = Limits(cache.layout, vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
         self.seconds = {"schedule": 0.0, "model": 0.0, "sample": 0.0, "commit": 0.0}
         """Where the time of steps went."""
         self.steps = 0
@@ -201,7 +203,7 @@ class EngineCore:
             return []
         updates: list[Update] = []
         samples = first.request.samples
-        free = max(0, self.scheduler.max_running - len(self.scheduler.running))
+        free = max(0, self.scheduler.max_num_seqs - len(self.scheduler.running))
         twins = self.cache.fork(lease, min(free, len(samples) - 1))
         leases: list[Lease | None] = [lease, *(() if isinstance(twins, NoRoom) else twins)]
         leases += [None] * (len(samples) - len(leases))
@@ -220,7 +222,7 @@ class EngineCore:
 
     def _push(self, sample: Sample, sampled: Sampled) -> Update:
         try:
-            sample.push(sampled, self.limits.max_length)
+            sample.push(sampled, self.limits.max_model_len)
         except Exception as error:  # tokenizers are code of others, and only this sample's text is lost
             sample.error = f"token {sampled.token} cannot become text: {type(error).__name__}: {error}"
             sample.finish_reason = "error"
@@ -253,7 +255,7 @@ class EngineCore:
         text = TextStream(
             self._tokenizer,
             stop=params.stops,
-            include_stop=params.include_stop_in_text,
+            include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             context=prompt[-_CONTEXT_TOKENS:].tolist() if self._tokenizer else (),
         )

@@ -24,14 +24,17 @@ from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
 from hybridkv.engine.results import Result, Update
+from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
+from hybridkv.renamed import refuses_old_names
 from hybridkv.store import Store
 from hybridkv.stream import LOAD_TIMEOUT_S
 
 
+@refuses_old_names
 class Engine:
     """A stock Hugging Face model, served from one arena. Close it, or use it in a `with` block."""
 
@@ -42,16 +45,16 @@ class Engine:
         memory: str | int = "2GiB",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        kv_dtype: str | torch.dtype | None = None,
+        kv_cache_dtype: str | torch.dtype | None = None,
         state_dtype: str | torch.dtype | None = None,
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        block_size: int = DEFAULT_BLOCK_TOKENS,
         attn_pack_size: int | None = None,
         row_layers: int | None = None,
         row_order: str = DEFAULT_ROW_ORDER,
         policy: str = DEFAULT_POLICY,
-        max_step_tokens: int | None = None,
-        max_running: int = 256,
-        max_length: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
         tokenizer: str | Path | Any | None = None,
         trust_remote_code: bool = False,
         seed: int | None = None,
@@ -62,21 +65,22 @@ class Engine:
     ) -> None:
         """`model`: a directory a transformers model was saved to, or such a model. `memory`: for the cache alone.
 
-        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_dtype`, `state_dtype`: of
-        what is cached, if not the model's and float32. `attn_pack_size`: full-attention layers that share a page, if
-        not all. `row_layers`: that are loaded and stored together, if not the device's usual number; `row_order`: of
-        heads (h), layers (l), K/V (k) and tokens (t) inside such a row, outermost first. `max_step_tokens`: computed at
-        once, at most; `max_running`: samples at once. `max_length`: of a prompt and its reply, if less than the model's
-        and than what fits into the memory. `seed`: for requests that have none. `store`: URLs of stores for what is
-        computed, the fastest first, or one that is open already; it is closed with the engine. `stream`: how requests
-        load from it, "auto", "async" or "layerwise"; those whose load takes longer than `load_timeout_s` compute by
-        themselves. `compile`: the model's layers, when they first run; "auto": on a GPU, if they can be.
+        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_cache_dtype`,
+        `state_dtype`: of what is cached, if not the model's and float32. `block_size`: tokens in a block.
+        `attn_pack_size`: full-attention layers that share a page, if not all. `row_layers`: that are loaded and stored
+        together, if not the device's usual number; `row_order`: of heads (h), layers (l), K/V (k) and tokens (t) inside
+        such a row, outermost first. `max_num_batched_tokens`: computed at once, at most; `max_num_seqs`: samples at
+        once. `max_model_len`: of a prompt and its reply, if less than the model's and than what fits into the memory.
+        `seed`: for requests that have none. `store`: URLs of stores for what is computed, the fastest first, or one
+        that is open already; it is closed with the engine. `stream`: how requests load from it, "auto", "async" or
+        "layerwise"; those whose load takes longer than `load_timeout_s` compute by themselves. `compile`: the model's
+        layers, when they first run; "auto": on a GPU, if they can be.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
-        limits = {"max_step_tokens": max_step_tokens, "max_length": max_length}
+        limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         check_kinds(
-            whole={"block_tokens": block_tokens, "max_running": max_running},
+            whole={"block_size": block_size, "max_num_seqs": max_num_seqs},
             optional={"attn_pack_size": attn_pack_size, "row_layers": row_layers, **limits},
             seed=seed,
             policy=policy,
@@ -87,15 +91,15 @@ class Engine:
             plan=plan_options(
                 kind,
                 memory=memory,
-                block_tokens=block_tokens,
+                block_tokens=block_size,
                 attn_pack_size=attn_pack_size,
                 row_layers=row_layers,
                 row_order=row_order,
             ),
             policy=policy,
-            step_tokens=check_limits(kind, max_step_tokens, max_running, max_length),
-            max_running=max_running,
-            max_length=max_length,
+            max_num_batched_tokens=check_limits(kind, max_num_batched_tokens, max_num_seqs, max_model_len),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             seed=seed,
             stream=stream,
             load_timeout_s=load_timeout_s,
@@ -107,47 +111,50 @@ class Engine:
                 model,
                 dtype=dtype,
                 device=device,
-                kv_dtype=kv_dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 state_dtype=state_dtype,
                 tokenizer=tokenizer,
                 trust_remote_code=trust_remote_code,
                 with_identity=opened is not None,
-                is_alone=max_running == 1,
+                is_alone=max_num_seqs == 1,
             )
-            self.core = build_core(loaded, settings, opened)
+            self._core = build_core(loaded, settings, opened)
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        self.plan = self.core.runner.memory.plan
+        self.plan = self._core.runner.memory.plan
         self.model_name = loaded.spec.name
         self.device = loaded.device
         self.tokenizer = loaded.tokenizer
-        self.max_length = self.core.limits.max_length
-        self.streaming = self.core.streaming
-        self._loop = EngineLoop(self.core)
-        if self.streaming is not None:
-            self.streaming.streamer.on_event = self._loop.wake_up
+        self.max_model_len = self._core.limits.max_model_len
+        self.is_short_of_memory = self._core.limits.is_short_of_memory
+        """More memory would raise `max_model_len`."""
+        self._streaming = self._core.streaming
+        self._loop = EngineLoop(self._core)
+        if self._streaming is not None:
+            self._streaming.streamer.on_event = self._loop.wake_up
         self._numbers = itertools.count()
 
     # --- using it -----------------------------------------------------------------------------------------------------
 
+    @refuses_old_names
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        salt: str = "",
+        cache_salt: str = "",
         progress: bool = True,
     ) -> list[Result]:
         """Complete all prompts, in order. A prompt is a text, token ids, or what `render_chat` makes of messages.
 
-        `params`: for all of them, or one each. `salt`: requests with different salts never share anything. Bad prompts
-        and parameters are refused before any of them starts.
+        `sampling_params`: for all of them, or one each. `cache_salt`: requests with different salts never share
+        anything. Bad prompts and parameters are refused before any of them starts.
         """
         asked = as_list(prompts)
-        chosen = one_each(params, len(asked))
-        requests, key = self._checked(asked, chosen), lookup_key(salt)
+        chosen = one_each(sampling_params, len(asked))
+        requests, key = self._checked(asked, chosen), lookup_key(cache_salt)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
@@ -160,14 +167,15 @@ class Engine:
             raise
         return [results[request_id] for request_id in ids]
 
+    @refuses_old_names
     async def stream(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, salt: str = ""
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> AsyncIterator[Update]:
         """Updates as tokens come; the last one has the whole result. Leaving the loop early aborts the request."""
         ready = self.prepare(prompt)
-        [chosen] = one_each(params, 1)
+        [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)
-        key = lookup_key(salt)
+        key = lookup_key(cache_salt)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
 
@@ -206,16 +214,17 @@ class Engine:
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
         self.check_alive()
-        self.core.limits.check(prompt, params)
+        self._core.limits.check(prompt, params)
 
     def check_length(self, num_tokens: int) -> None:
         """Of a prompt: raises RequestError if it leaves no room for a reply. `check` does this by itself."""
-        self.core.limits.check_length(num_tokens)
+        self._core.limits.check_length(num_tokens)
 
     def check_alive(self) -> None:
         """Raises EngineError if the engine was closed or has failed."""
         self._loop.check_alive()
 
+    @refuses_old_names
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -223,12 +232,13 @@ class Engine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
-        template_options: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Messages as the model's chat template writes them, with breakpoints after messages.
 
         `continue_final_message`: leave the last message open, without `add_generation_prompt`. `add_special_tokens`: on
-        top of the template's. `template_options`: what else the template knows, such as `enable_thinking` of Qwen's.
+        top of the template's. `chat_template_kwargs`: what else the template knows, such as `enable_thinking` of
+        Qwen's.
         """
         return render_chat(
             self._need_tokenizer(),
@@ -236,34 +246,43 @@ class Engine:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             add_special_tokens=add_special_tokens,
-            options=template_options,
+            options=chat_template_kwargs,
         )
 
     def detokenize(self, token_ids: TokenIdList | Prompt, *, skip_special_tokens: bool = False) -> str:
         """The text of tokens, or of a prompt's."""
         ids = token_ids.ids if isinstance(token_ids, Prompt) else pack_ids(on_host(token_ids))
-        self.core.limits.check_ids(ids)
+        self._core.limits.check_ids(ids)
         text: str = self._need_tokenizer().decode(ids.as_array().tolist(), skip_special_tokens=skip_special_tokens)
         return text
 
     def stats(self) -> EngineStats:
-        """What was done and what is held, as of between two steps."""
-        return self._loop.call(lambda: EngineStats.of(self.core))
+        """What was done and what is held, as of between two steps. docs/stats.md explains each number."""
+        return self._loop.call(lambda: EngineStats.of(self._core))
 
     def reset_cache(self) -> None:
         """Forget everything that memory has; what a store has is found again. Running requests go on."""
-        self._loop.call(self.core.cache.reset)
+        self._loop.call(self._core.cache.reset)
+
+    def flush_store(self) -> None:
+        """Wait until what is on its way to the store is written. Without a store there is nothing to wait for."""
+        if self._streaming is not None:
+            self._streaming.streamer.drain()
+
+    def observe_layers(self, observer: LayerObserver) -> None:
+        """Tell `observer`, on the engine's thread, before and after every decoder layer from the next step on."""
+        self._loop.call(lambda: self._core.runner.observe(observer))
 
     def check_integrity(self) -> None:
         """Recount the cache's books from scratch, between two steps; raises AssertionError where they are wrong."""
-        self._loop.call(self.core.cache.check_integrity)
+        self._loop.call(self._core.cache.check_integrity)
 
     def close(self) -> None:
         """Abort what runs, stop the engine's thread, and write to the store what is on its way there."""
         self._loop.close()
-        self.core.runner.close()
-        if self.streaming is not None:
-            self.streaming.streamer.close()
+        self._core.runner.close()
+        if self._streaming is not None:
+            self._streaming.streamer.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -295,5 +314,5 @@ class Engine:
 
     def _submit(self, prompt: Prompt, params: SamplingParams, key: LookupKey, sink: Any) -> str:
         request_id = f"request-{next(self._numbers)}"
-        self._loop.add(request_id, sink, lambda: self.core.add(request_id, prompt, params, key))
+        self._loop.add(request_id, sink, lambda: self._core.add(request_id, prompt, params, key))
         return request_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError
 
 SUPPORTED = frozenset({
     "bamba",
@@ -32,6 +32,6 @@ SUPPORTED = frozenset({
 
 def check_supported(model_type: str, name: str) -> None:
     if model_type not in SUPPORTED:
-        raise HybridKVError(
+        raise ConfigError(
             f"{name} is of type {model_type!r}, which the engine does not run: it runs {', '.join(sorted(SUPPORTED))}"
         )

@@ -11,10 +11,10 @@ from hybridkv.errors import RequestError
 class Limits:
     """Of one engine. Nothing in it changes: may be asked on any thread."""
 
-    def __init__(self, layout: CacheLayout, vocab_size: int, max_length: int, *, has_tokenizer: bool) -> None:
-        self.max_length = longest_fit(layout, max_length - 1) + 1
+    def __init__(self, layout: CacheLayout, vocab_size: int, max_model_len: int, *, has_tokenizer: bool) -> None:
+        self.max_model_len = longest_fit(layout, max_model_len - 1) + 1
         """Tokens of a prompt and its reply together. The last one is never computed."""
-        self.is_short_of_memory = self.max_length < max_length
+        self.is_short_of_memory = self.max_model_len < max_model_len
         """More would be possible with more memory."""
         self._vocab_size = vocab_size
         self._has_tokenizer = has_tokenizer
@@ -31,13 +31,13 @@ class Limits:
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a prompt that leaves no room for a reply."""
-        if num_tokens < self.max_length:
+        if num_tokens < self.max_model_len:
             return
         way_out = "; shorten it"
         if self.is_short_of_memory:
             way_out = ", which is all that fits into the cache; shorten it, or give the engine more memory"
         raise RequestError(
-            f"a prompt of {num_tokens} tokens: with its reply it must stay within {self.max_length}{way_out}"
+            f"a prompt of {num_tokens} tokens: with its reply it must stay within {self.max_model_len}{way_out}"
         )
 
     def check_ids(self, ids: Ids, param: str | None = None) -> None:

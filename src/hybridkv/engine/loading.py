@@ -16,7 +16,7 @@ from hybridkv.engine.families import check_supported
 from hybridkv.engine.identity import model_identity, model_name
 from hybridkv.engine.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
-from hybridkv.errors import ConfigError, HybridKVError
+from hybridkv.errors import ConfigError, HybridKVError, InputError
 from hybridkv.memory.memory import torch_dtype
 from hybridkv.models import Compute, read_compute
 from hybridkv.models.reader import open_config, read_config
@@ -40,7 +40,7 @@ class LoadedModel:
     spec: ModelSpec
     device: torch.device
     vocab_size: int
-    max_length: int
+    max_model_len: int
     eos_ids: frozenset[int]
     identity: str
     """A digest of the weights, if it was asked for; else empty."""
@@ -55,7 +55,7 @@ def load(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-    kv_dtype: str | torch.dtype | None = None,
+    kv_cache_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | Any | None = None,
     trust_remote_code: bool = False,
@@ -67,7 +67,7 @@ def load(
     `is_alone`: it will compute one sample at a time.
     """
     where = choose_device(device)
-    kv_type, state_type = _cache_dtype("kv_dtype", kv_dtype), _cache_dtype("state_dtype", state_dtype)
+    kv_type, state_type = _cache_dtype("kv_cache_dtype", kv_cache_dtype), _cache_dtype("state_dtype", state_dtype)
     _check_tokenizer(tokenizer)
     path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
@@ -85,7 +85,7 @@ def load(
     spec = read_config(
         _as_loaded(loaded),
         name=model_name(loaded, path),
-        kv_dtype=kv_type,
+        kv_cache_dtype=kv_type,
         state_dtype=state_type,
         source="a model in memory" if path is None else str(path),
     )
@@ -97,7 +97,7 @@ def load(
         spec=spec,
         device=where,
         vocab_size=int(loaded.get_input_embeddings().num_embeddings),
-        max_length=_max_length(text),
+        max_model_len=_max_model_len(text),
         eos_ids=_eos_ids(loaded, found),
         identity=identity,
     )
@@ -110,12 +110,12 @@ def choose_device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
-        raise HybridKVError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
+        raise InputError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
     if chosen.type not in ("cpu", "cuda"):
-        raise HybridKVError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
+        raise InputError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
     num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
-        raise HybridKVError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
+        raise InputError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
     return chosen
 
 
@@ -134,7 +134,7 @@ def _check_path(model: str | Path) -> None:
 
 def _weights_dtype(dtype: str | torch.dtype) -> torch.dtype:
     names = ", ".join(one.value for one in _COMPUTES_IN)
-    refusal = HybridKVError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
+    refusal = InputError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
     try:
         parsed = DType.parse(str(dtype))
     except HybridKVError:
@@ -149,9 +149,7 @@ def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
         return None
     parsed = DType.parse(str(dtype))
     if not torch_dtype(parsed).is_floating_point:
-        raise HybridKVError(
-            f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type"
-        )
+        raise InputError(f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type")
     return parsed
 
 
@@ -202,7 +200,7 @@ def _damaged(path: str) -> str:
     return "a file of weights is cut off or damaged"
 
 
-def _max_length(text: PretrainedConfig) -> int:
+def _max_model_len(text: PretrainedConfig) -> int:
     """Tokens that the model has positions for.
 
     "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache

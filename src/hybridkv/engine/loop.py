@@ -12,13 +12,9 @@ from typing import TypeVar
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.host import flush_denormals
 from hybridkv.engine.results import Update
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import EngineError, HybridKVError, RequestError
 
 T = TypeVar("T")
-
-
-class EngineError(HybridKVError):
-    """The engine has stopped and serves nothing any more."""
 
 
 _POLL_S = 0.02

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridkv.errors import RequestError
+from hybridkv.renamed import refuses_old_names
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -26,6 +27,7 @@ GREEDY_BELOW = 1e-5
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
+@refuses_old_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request samples. Checked when made: one `RequestError` for the first thing that is wrong."""
@@ -59,7 +61,7 @@ class SamplingParams:
     """None: none; k: of the chosen token and of the k likeliest."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens."""
-    include_stop_in_text: bool = False
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -67,7 +69,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         ids = _listed("stop_token_ids", self.stop_token_ids)
         _check_ends(stop, ids)
-        for name in ("ignore_eos", "include_stop_in_text"):
+        for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "pass true or false")
         object.__setattr__(self, "stop", stop)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import InputError, RequestError
 
 TokenIdList: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
@@ -76,7 +76,7 @@ def pack_ids(token_ids: Sequence[int] | npt.NDArray[Any], param: str | None = No
     try:
         packed = pack_tokens(_narrow(token_ids) if isinstance(token_ids, np.ndarray) else token_ids)
         lowest, highest = _scan(packed, token_ids)
-    except HybridKVError as error:
+    except InputError as error:
         raise RequestError(str(error), param) from None
     return Ids(packed, lowest, highest)
 
@@ -88,7 +88,7 @@ def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
     narrow = ids.astype("<i4")
     if (narrow != ids).any():
         bad = ids[narrow != ids].flat[0]
-        raise HybridKVError(f"token ids must be integers that fit into 32 bits: {bad} does not")
+        raise InputError(f"token ids must be integers that fit into 32 bits: {bad} does not")
     return narrow
 
 
@@ -99,7 +99,7 @@ def _scan(packed: bytes, token_ids: Sequence[int] | npt.NDArray[Any]) -> tuple[i
         for position in np.flatnonzero(ids < 2).tolist():
             if type(token_ids[position]) is bool:
                 what = f"token id {token_ids[position]} at position {position}"
-                raise HybridKVError(f"{what}: a boolean is no id; pass whole numbers")
+                raise InputError(f"{what}: a boolean is no id; pass whole numbers")
     return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
 
 

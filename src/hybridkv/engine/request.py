@@ -107,7 +107,7 @@ class Sample:
         if self.request.first_token_s is None:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
-    def push(self, sampled: Sampled, max_length: int) -> None:
+    def push(self, sampled: Sampled, max_model_len: int) -> None:
         """Take in one sampled token, and see whether it is the last."""
         request, params, token = self.request, self.request.params, sampled.token
         now = time.monotonic()
@@ -123,7 +123,7 @@ class Sample:
         self._pieces.append(self.text.push(token))
         if self.text.stopped_by is not None:
             self.finish("stop", self.text.stopped_by)
-        elif len(self.token_ids) == params.max_tokens or request.prompt_tokens + len(self.token_ids) >= max_length:
+        elif len(self.token_ids) == params.max_tokens or request.prompt_tokens + len(self.token_ids) >= max_model_len:
             self.finish("length")
 
     def finish(self, reason: str, stop: int | str | None = None) -> None:

@@ -19,7 +19,7 @@ from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError
 from hybridkv.kernels.spans import Span
 from hybridkv.memory import Memory, Uploader
 
@@ -60,7 +60,7 @@ class Runner:
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in accepted), "")
         if not self._cache_argument or "logits_to_keep" not in accepted:
-            raise HybridKVError(f"{type(model).__name__} takes no cache or cannot select logits: it cannot be served")
+            raise ConfigError(f"{type(model).__name__} takes no cache or cannot select logits: it cannot be served")
         self._takes_positions = "position_ids" in accepted
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -134,7 +134,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
         is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
         if is_list and len(module) == count and "vision" not in name and "audio" not in name:
             return list(module)
-    raise HybridKVError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
+    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 
 def _spans(work: Sequence[Work]) -> list[Span]:

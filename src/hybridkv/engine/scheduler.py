@@ -31,12 +31,12 @@ class Scheduler:
     """The queue and the running samples of one cache."""
 
     def __init__(
-        self, cache: Cache, *, max_step_tokens: int, max_running: int, streaming: Streaming | None = None
+        self, cache: Cache, *, max_num_batched_tokens: int, max_num_seqs: int, streaming: Streaming | None = None
     ) -> None:
         self.cache = cache
         self.streaming = streaming
-        self.max_step_tokens = max_step_tokens
-        self.max_running = max_running
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
         self.pace = Pace()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
@@ -76,7 +76,7 @@ class Scheduler:
         stuck: list[Sample] = []
         for sample in [one for one in self.running if one.is_idle and one.remaining == 1]:
             self._send_off(sample, 1, step, stuck)
-        budget = self.max_step_tokens - len(step)
+        budget = self.max_num_batched_tokens - len(step)
         if step:
             budget = min(budget, self.pace.most_tokens)
         enough = min(budget, self.pace.enough_tokens)
@@ -102,7 +102,7 @@ class Scheduler:
             return
         unfed = sum(one.to_compute for one in self.running)
         for sample in self.waiting[:_LOOK_AHEAD]:
-            if len(self.running) >= self.max_running:
+            if len(self.running) >= self.max_num_seqs:
                 return
             sample.match = self.cache.match(sample.tokens, sample.request.key)
             is_someone_ahead = unfed or (self.streaming is not None and self.streaming.num_loading)

@@ -1,4 +1,4 @@
-"""What an engine has done and what it holds, in one record: for metrics and for curious people."""
+"""What an engine has done and what it holds, in one record: the way to look inside one. docs/stats.md explains it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hybridkv.engine.page_requests import load_request, reply_request, step_prog
 from hybridkv.engine.request import Sample
 from hybridkv.engine.seams import Frame
 from hybridkv.engine.transfer import Stage, Transfer
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import InputError, RequestError
 from hybridkv.stream import DumpPoint, DumpRule, Load, Outgoing, StepTransfers, Streamer
 
 STREAM_MODES = ("auto", "async", "layerwise")
@@ -35,13 +35,13 @@ _SHORT_WAIT_S = 0.005
 
 def check_streaming(mode: str, load_timeout_s: float, *, has_store: bool) -> None:
     if mode not in STREAM_MODES:
-        raise HybridKVError(f"stream {mode!r}: choose {', '.join(STREAM_MODES)}")
+        raise InputError(f"stream {mode!r}: choose {', '.join(STREAM_MODES)}")
     if mode != "auto" and not has_store:
-        raise HybridKVError(
+        raise InputError(
             f"stream {mode!r} without a store: there is nothing to load from; name a store, or leave it out"
         )
     if not isinstance(load_timeout_s, (int, float)) or not load_timeout_s > 0:
-        raise HybridKVError(f"load_timeout_s {load_timeout_s!r}: a load needs some time; leave it out for a default")
+        raise InputError(f"load_timeout_s {load_timeout_s!r}: a load needs some time; leave it out for a default")
 
 
 class Streaming:

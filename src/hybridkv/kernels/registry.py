@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.conv import conv
 from hybridkv.kernels.delta import gated_delta, kimi_delta
@@ -35,5 +35,5 @@ def kernel(kind: str, device: torch.device) -> Kernel:
     try:
         choices = KERNELS[kind]
     except KeyError:
-        raise HybridKVError(f"no kernel {kind!r}: there are {', '.join(KERNELS)}") from None
+        raise InputError(f"no kernel {kind!r}: there are {', '.join(KERNELS)}") from None
     return choices.get(device.type) or choices[ANY_DEVICE]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hybridkv.cache import CacheLayout, CopyPage, Operation, ZeroPage, ZeroSlab
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.memory.uploads import Uploader
 from hybridkv.plan import GroupPlan, PartView, Plan
 from hybridkv.spec import DType, HiddenTap, LayerSpec, LinearState
@@ -43,7 +43,7 @@ class Memory:
         try:
             self.buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            raise HybridKVError(f"no {plan.arena_bytes:,} bytes on {device}: give the engine less memory") from error
+            raise InputError(f"no {plan.arena_bytes:,} bytes on {device}: give the engine less memory") from error
         self._uploader = Uploader(device)
         self.tokens: dict[int, LayerMemory] = {}
         self.states: dict[int, LayerMemory] = {}
@@ -120,7 +120,7 @@ def _find(kept: Mapping[int, LayerMemory], layer: int, what: str) -> LayerMemory
     try:
         return kept[layer]
     except KeyError:
-        raise HybridKVError(f"layer {layer} keeps no {what} in this plan: layers that do are {sorted(kept)}") from None
+        raise InputError(f"layer {layer} keeps no {what} in this plan: layers that do are {sorted(kept)}") from None
 
 
 def _independent(operations: Sequence[Operation]) -> Iterator[Sequence[Operation]]:

@@ -29,7 +29,7 @@ class Config:
     tp: int = 1
     rank: int = 0
     dtype: DType = DType.BFLOAT16
-    kv_dtype: DType = DType.BFLOAT16
+    kv_cache_dtype: DType = DType.BFLOAT16
     state_dtype: DType = DType.FLOAT32
 
     def get(self, *keys: str, default: Any = _REQUIRED) -> Any:

@@ -45,7 +45,7 @@ def key_value(cfg: Config, head_dim: int | None = None) -> tuple[Part, Part]:
         cfg.quotient(heads, "num_key_value_heads", "num_attention_heads")
     kv_heads = cfg.replicated(cfg.optional_integer("num_key_value_heads") or heads, "KV heads")
     dim = head_dim or attention_head_dim(cfg)
-    return (Part("k", (kv_heads,), (dim,), cfg.kv_dtype), Part("v", (kv_heads,), (dim,), cfg.kv_dtype))
+    return (Part("k", (kv_heads,), (dim,), cfg.kv_cache_dtype), Part("v", (kv_heads,), (dim,), cfg.kv_cache_dtype))
 
 
 def full_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
@@ -64,8 +64,8 @@ def latent_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     """MLA: query heads split over ranks, but every rank needs the whole latent."""
     cfg.even(cfg.integer("num_attention_heads"), "attention heads")
     one = (Split.whole(1),)
-    latent = Part("latent", one, (cfg.integer("kv_lora_rank"),), cfg.kv_dtype)
-    rope = Part("rope", one, (cfg.integer("qk_rope_head_dim"),), cfg.kv_dtype)
+    latent = Part("latent", one, (cfg.integer("kv_lora_rank"),), cfg.kv_cache_dtype)
+    rope = Part("rope", one, (cfg.integer("qk_rope_head_dim"),), cfg.kv_cache_dtype)
     return (LatentAttention(layer, (latent, rope)),)
 
 

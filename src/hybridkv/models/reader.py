@@ -35,7 +35,7 @@ def load_model(
     *,
     tp: int = 1,
     rank: int = 0,
-    kv_dtype: DType | None = None,
+    kv_cache_dtype: DType | None = None,
     state_dtype: DType | None = None,
     taps: Sequence[int] = (),
 ) -> ModelSpec:
@@ -46,7 +46,7 @@ def load_model(
         name=source.name,
         tp=tp,
         rank=rank,
-        kv_dtype=kv_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         state_dtype=state_dtype,
         taps=taps,
         source=source.text,
@@ -60,7 +60,7 @@ def read_config(
     name: str,
     tp: int = 1,
     rank: int = 0,
-    kv_dtype: DType | None = None,
+    kv_cache_dtype: DType | None = None,
     state_dtype: DType | None = None,
     taps: Sequence[int] = (),
     source: str = "a config",
@@ -68,13 +68,15 @@ def read_config(
 ) -> ModelSpec:
     """The spec of a config that is already in memory.
 
-    KV takes the model's dtype unless `kv_dtype` says otherwise. Recurrent states take `state_dtype`, else what the
-    config asks for, else float32: rounding errors in them live as long as the sequence.
+    KV takes the model's dtype unless `kv_cache_dtype` says otherwise. Recurrent states take `state_dtype`, else what
+    the config asks for, else float32: rounding errors in them live as long as the sequence.
     """
     if not isinstance(tp, int) or not 1 <= tp <= 4096 or not 0 <= rank < tp:
         raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 to 4096, ranks count from 0")
     cfg = open_config(config, name)
-    cfg = replace(cfg, tp=tp, rank=rank, kv_dtype=kv_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype)
+    cfg = replace(
+        cfg, tp=tp, rank=rank, kv_cache_dtype=kv_cache_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype
+    )
     layers = FAMILIES[cfg.model_type].describe(cfg)
     num_layers = len(layers.types)
     try:

@@ -8,7 +8,7 @@ from hybridkv.plan.plan import GroupPlan, Plan
 from hybridkv.plan.uniform import uniform_pack_sizes, uniform_plan
 
 
-def plan_report(plan: Plan, max_len: int) -> dict[str, Any]:
+def plan_report(plan: Plan, max_model_len: int) -> dict[str, Any]:
     """Everything about a plan, for one rank, with what one uniform page size would cost beside it."""
     model, options = plan.model, plan.options
     return {
@@ -18,7 +18,7 @@ def plan_report(plan: Plan, max_len: int) -> dict[str, Any]:
         "verified": model.verified,
         "tp": model.tp,
         "memory_bytes": options.memory_bytes,
-        "max_len": max_len,
+        "max_model_len": max_model_len,
         "block_tokens": options.block_tokens,
         "attn_pack_size": options.attn_pack_size,
         "row_layers": options.row_layers,
@@ -32,10 +32,10 @@ def plan_report(plan: Plan, max_len: int) -> dict[str, Any]:
         "state_bytes": model.state_bytes,
         "checkpoint_bytes": model.checkpoint_bytes(options.block_tokens),
         "checkpoint_equals_tokens": checkpoint_tokens(plan),
-        "request_bytes": plan.request_bytes(max_len),
-        "max_requests": plan.max_requests(max_len),
+        "request_bytes": plan.request_bytes(max_model_len),
+        "max_requests": plan.max_requests(max_model_len),
         "groups": [_group_report(group) for group in plan.groups],
-        "uniform": _uniform_report(plan, max_len),
+        "uniform": _uniform_report(plan, max_model_len),
     }
 
 
@@ -62,14 +62,14 @@ def _group_report(group: GroupPlan) -> dict[str, Any]:
     }
 
 
-def _uniform_report(plan: Plan, max_len: int) -> dict[str, Any]:
+def _uniform_report(plan: Plan, max_model_len: int) -> dict[str, Any]:
     memory = plan.options.memory_bytes
     by_size = {name: uniform_plan(plan.model, memory, size) for name, size in uniform_pack_sizes(plan.model).items()}
     unpacked = by_size["1"]
     return {
         "block_tokens": unpacked.block_tokens,
         "padding_ratio": unpacked.padding_ratio,
-        "max_requests": unpacked.max_requests(max_len),
+        "max_requests": unpacked.max_requests(max_model_len),
         "by_pack_size": {name: uniform.block_tokens for name, uniform in by_size.items()},
         "pack_sizes": [
             {
@@ -78,8 +78,8 @@ def _uniform_report(plan: Plan, max_len: int) -> dict[str, Any]:
                 "block_tokens": uniform.block_tokens,
                 "page_bytes": uniform.page_bytes,
                 "padding_ratio": uniform.padding_ratio,
-                "request_bytes": uniform.request_bytes(max_len),
-                "max_requests": uniform.max_requests(max_len),
+                "request_bytes": uniform.request_bytes(max_model_len),
+                "max_requests": uniform.max_requests(max_model_len),
             }
             for name, uniform in by_size.items()
         ],

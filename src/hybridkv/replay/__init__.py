@@ -1,7 +1,8 @@
 """Replaying request traces through the cache core: capacity planning, and the judge of policies. No torch."""
 
+from hybridkv.errors import TraceError
 from hybridkv.replay.driver import replay
-from hybridkv.replay.reading import TraceError, load_trace
+from hybridkv.replay.reading import load_trace
 from hybridkv.replay.replies import Conversations
 from hybridkv.replay.report import ReplayReport, Setting
 from hybridkv.replay.service import ComputeModel, ServiceModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.models import Compute
 
 DEFAULT_UTILISATION = 0.4
@@ -39,7 +39,7 @@ class Accelerator:
         """
         _check_tp(tp)
         if batch < 1 or weight_bytes <= 0:
-            raise HybridKVError(f"batch {batch}, {weight_bytes} bytes a weight: expected at least 1, and more than 0")
+            raise InputError(f"batch {batch}, {weight_bytes} bytes a weight: expected at least 1, and more than 0")
         most = max(compute.active_parameters, compute.total_parameters)
         read_bytes = min(batch * compute.active_parameters, most) * weight_bytes
         return batch * tp * self.memory_bytes_per_s / read_bytes
@@ -47,7 +47,7 @@ class Accelerator:
 
 def _check_tp(tp: int) -> None:
     if tp < 1:
-        raise HybridKVError(f"tensor-parallel size {tp}: expected at least 1 device")
+        raise InputError(f"tensor-parallel size {tp}: expected at least 1 device")
 
 
 _TERA = 1e12
@@ -75,5 +75,5 @@ def accelerator(name: str) -> Accelerator:
     """The accelerator called `name`, in any case."""
     found = ACCELERATORS.get(name.strip().lower())
     if found is None:
-        raise HybridKVError(f"unknown accelerator {name[:40]!r}: choose one of {', '.join(ACCELERATORS)}")
+        raise InputError(f"unknown accelerator {name[:40]!r}: choose one of {', '.join(ACCELERATORS)}")
     return found

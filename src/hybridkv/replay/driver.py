@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from hybridkv.cache import Cache, CacheLayout, named_policy
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 from hybridkv.replay.concurrent import Concurrent
 from hybridkv.replay.meter import Meter
 from hybridkv.replay.replies import Conversations
@@ -34,7 +34,7 @@ def replay(
     recount the cache's books at the end.
     """
     if not 0 < setting.speed < math.inf:
-        raise HybridKVError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
+        raise InputError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
     policy = named_policy(setting.policy, None if compute is None else lambda: compute.flops)
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
     meter = Meter(cache, len(trace), trace.num_pieces, compute)
@@ -48,7 +48,7 @@ def replay(
         replay_serial(cache, requests, meter, prompts_only=setting.prompts_only, progress=progress)
     else:
         if service is None:
-            raise HybridKVError("a concurrent replay needs a service model: pass one, or make it serial")
+            raise InputError("a concurrent replay needs a service model: pass one, or make it serial")
         simulated_s = Concurrent(
             cache,
             requests,

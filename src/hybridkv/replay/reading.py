@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import TraceError
 from hybridkv.replay.traces import TOKEN_BYTES, Chains, Record, Trace
 
 DEFAULT_PIECE_TOKENS = 512
@@ -29,10 +29,6 @@ _MOST_TOKENS = 2**26
 _LATEST_MS = 1e18
 
 Tokenize = Callable[[str], list[int]]
-
-
-class TraceError(HybridKVError):
-    """A trace that cannot be read."""
 
 
 def load_trace(path: Path, tokenize: Tokenize | None = None) -> Trace:

@@ -23,7 +23,7 @@ class Setting:
     tp: int
     memory_bytes: int
     block_tokens: int
-    kv_dtype: str | None = None
+    kv_cache_dtype: str | None = None
     state_dtype: str | None = None
     policy: str = DEFAULT_POLICY
     serial: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
 
 
 class ComputeModel(Protocol):
@@ -28,12 +28,12 @@ class ServiceModel:
 
     def __post_init__(self) -> None:
         if not self.decode_tokens_per_s > 0:
-            raise HybridKVError(f"decode rate {self.decode_tokens_per_s}: give more than 0 tokens a second")
+            raise InputError(f"decode rate {self.decode_tokens_per_s}: give more than 0 tokens a second")
         if self.prefill_tokens_per_s is None:
             if self.compute is None or not self.flops_per_s > 0:
-                raise HybridKVError("no way to time a prefill: give a prefill rate, or the model's FLOPs and a device")
+                raise InputError("no way to time a prefill: give a prefill rate, or the model's FLOPs and a device")
         elif not self.prefill_tokens_per_s > 0:
-            raise HybridKVError(f"prefill rate {self.prefill_tokens_per_s}: give more than 0 tokens a second")
+            raise InputError(f"prefill rate {self.prefill_tokens_per_s}: give more than 0 tokens a second")
 
     def prefill_seconds(self, start: int, end: int) -> float:
         if self.prefill_tokens_per_s is not None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
+from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.front import Front
 from hybridkv.serve.replies import (
@@ -52,11 +53,13 @@ _EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _PLAIN = {"text/plain": {"schema": {"type": "string"}}}
 
 
+@refuses_old_names
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """How a server treats its clients."""
 
-    model_name: str
+    served_model_name: str
+    """What clients call the model."""
     root: str | None = None
     """The model's directory. Clients are told, and may call the model so too: they find its tokenizer there."""
     api_keys: tuple[str, ...] = ()
@@ -68,7 +71,8 @@ class ServeOptions:
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The engine stays the caller's: close it afterwards."""
-    service = Service(engine, options.model_name, options.root or options.model_name, options.max_waiting)
+    name = options.served_model_name
+    service = Service(engine, name, options.root or name, options.max_waiting)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hybridkv.engine import Completion, Result, TokenLogprobs, Update
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ReplyError
 from hybridkv.serve.replies import (
     AssistantMessage,
     ChatChoice,
@@ -38,10 +38,6 @@ _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are only a part of a character."""
-
-
-class ReplyFailedError(HybridKVError):
-    """The engine could not finish a reply."""
 
 
 class TokenTexts:
@@ -242,7 +238,7 @@ def check_finished(one: Completion) -> Completion:
     """The completion, or an error if it has not come to a proper end."""
     if one.finish_reason in ("stop", "length"):
         return one
-    raise ReplyFailedError(one.error or "the engine was shut down before the reply was complete: send it again")
+    raise ReplyError(one.error or "the engine was shut down before the reply was complete: send it again")
 
 
 def _finite(logprob: float) -> float:

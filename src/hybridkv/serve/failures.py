@@ -17,8 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from hybridkv.engine import EngineError
-from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.serve.dialects import ReplyFailedError
+from hybridkv.errors import HybridKVError, InputError, RequestError
 from hybridkv.serve.jobs import ClientGone, StoppingError, TooBusyError
 from hybridkv.serve.requests import EITHER
 
@@ -52,14 +51,14 @@ def failure(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def status_of(error: HybridKVError) -> int:
-    """404: no such model. 429: come back later. 503: nothing is served any more. 500: this reply failed."""
+    """404: no such model. 429: come back later. 503: nothing is served any more. 400: bad input. 500: all else."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, TooBusyError):
         return 429
     if isinstance(error, (EngineError, StoppingError)):
         return 503
-    return 500 if isinstance(error, ReplyFailedError) else 400
+    return 400 if isinstance(error, InputError) else 500
 
 
 def answer_failures(app: FastAPI) -> None:

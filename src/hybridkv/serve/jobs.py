@@ -64,7 +64,7 @@ class Job(NamedTuple):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    salt: str
+    cache_salt: str
     ticket: Ticket
 
     async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
@@ -73,7 +73,7 @@ class Job(NamedTuple):
 
         async def listen(number: int, prompt: Prompt) -> None:
             try:
-                async for update in engine.stream(prompt, self.params, salt=self.salt):
+                async for update in engine.stream(prompt, self.params, cache_salt=self.cache_salt):
                     news.put_nowait((number, update))
             except Exception as error:  # raised again below, by whoever waits for news
                 news.put_nowait((number, error))

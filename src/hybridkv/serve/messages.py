@@ -75,5 +75,5 @@ class ChatPrompt(BaseModel):
             add_generation_prompt=not continues if adds is None else adds,
             continue_final_message=continues,
             add_special_tokens=bool(self.add_special_tokens),
-            template_options=self.chat_template_kwargs,
+            chat_template_kwargs=self.chat_template_kwargs,
         )

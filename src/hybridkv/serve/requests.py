@@ -89,7 +89,7 @@ class _SampledRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def refuse_unsupported(self) -> None:
-        check_extras(self.model_extra or {})
+        check_extras(self.model_extra or {}, known=type(self).model_fields)
         if self.stream_options is None:
             return
         if not self.stream:
@@ -113,7 +113,7 @@ class _SampledRequest(BaseModel):
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
             "logit_bias": _biases(self.logit_bias),
-            "include_stop_in_text": self.include_stop_str_in_output,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
         }
         named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **named)

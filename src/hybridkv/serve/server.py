@@ -12,7 +12,8 @@ from collections.abc import Callable
 import uvicorn
 from starlette.types import ASGIApp
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import InputError
+from hybridkv.renamed import refuses_old_names
 
 LOG = logging.getLogger("hybridkv.serve")
 _BACKLOG = 2048
@@ -33,7 +34,7 @@ class Server:
         except (OSError, OverflowError) as error:
             self._socket.close()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise HybridKVError(
+            raise InputError(
                 f"cannot listen on {host} port {port}: {reason}; choose another --port or --host"
             ) from None
         self.host = host
@@ -49,8 +50,9 @@ class Server:
     def is_local(self) -> bool:
         return self.host in ("127.0.0.1", "localhost", "::1")
 
-    def run(self, app: ASGIApp, *, drain_s: int, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGINT, SIGTERM or `stop`, then for `drain_s` seconds at most until running requests have ended.
+    @refuses_old_names
+    def run(self, app: ASGIApp, *, shutdown_timeout: int, on_ready: Callable[[], None]) -> None:
+        """Serve until SIGINT, SIGTERM or `stop`. Running requests then have `shutdown_timeout` seconds to end.
 
         Signals reach the main thread only: elsewhere, `stop` it.
         """
@@ -61,7 +63,7 @@ class Server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # uvicorn raises the signal once more when it has shut down: that must not keep the engine from closing.
                 signal.signal(number, lambda *_: None)
-        _Stoppable(config, self._stopped, drain_s, on_ready).run(sockets=[self._socket])
+        _Stoppable(config, self._stopped, shutdown_timeout, on_ready).run(sockets=[self._socket])
 
     def stop(self) -> None:
         """From any thread; `run` returns soon."""
@@ -76,11 +78,11 @@ class _Stoppable(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, stopped: threading.Event, drain_s: int, on_ready: Callable[[], None]
+        self, config: uvicorn.Config, stopped: threading.Event, shutdown_timeout: int, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._stopped = stopped
-        self._drain_s = drain_s
+        self._shutdown_timeout = shutdown_timeout
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -96,11 +98,11 @@ class _Stoppable(uvicorn.Server):
         for server in self.servers:
             server.close()
         if state.tasks:
-            facts = {"requests": len(state.tasks), "drain_s": self._drain_s}
+            facts = {"requests": len(state.tasks), "shutdown_timeout": self._shutdown_timeout}
             LOG.info("stopping: a second Ctrl-C waits for nobody", extra={"facts": facts})
         for connection in list(state.connections):
             connection.shutdown()
-        await self._until(lambda: self.force_exit or self._is_empty, self._drain_s)
+        await self._until(lambda: self.force_exit or self._is_empty, self._shutdown_timeout)
         for task in list(state.tasks):
             task.cancel()
         await self._until(lambda: self._is_empty, _LAST_WORDS_S)

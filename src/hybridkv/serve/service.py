@@ -47,7 +47,7 @@ class Service:
 
     def card(self) -> ModelCard:
         return ModelCard(
-            id=self.model_name, root=self.root, created=self._created, max_model_len=self.engine.max_length
+            id=self.model_name, root=self.root, created=self._created, max_model_len=self.engine.max_model_len
         )
 
     def check_model(self, name: str | None) -> None:

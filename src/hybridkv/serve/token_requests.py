@@ -28,7 +28,7 @@ class _Tokenize(_TokenRequest):
         tokenizer: Any = engine.tokenizer  # there is one: it has made the prompt
         tokens = prompt.token_ids
         strs = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
-        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=engine.max_length, token_strs=strs)
+        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=engine.max_model_len, token_strs=strs)
 
 
 class TokenizeText(_Tokenize):
@@ -41,7 +41,7 @@ class TokenizeText(_Tokenize):
     )
 
     def reply(self, engine: Engine) -> TokenizeReply:
-        check_extras(self.model_extra or {})
+        check_extras(self.model_extra or {}, known=type(self).model_fields)
         return self._reply(engine, engine.prepare(self.prompt, add_special_tokens=self.add_special_tokens is not False))
 
 
@@ -52,7 +52,7 @@ class TokenizeChat(_Tokenize, ChatPrompt):
         extras = self.model_extra or {}
         if extras.get("prompt") is not None:
             raise RequestError("prompt with messages: leave one of both out", "prompt")
-        check_extras(extras)
+        check_extras(extras, known=type(self).model_fields)
         return self._reply(engine, self.render(engine))
 
 
@@ -64,7 +64,7 @@ class DetokenizeRequest(_TokenRequest):
     skip_special_tokens: bool | None = Field(None, description="Default: false.")
 
     def reply(self, engine: Engine) -> DetokenizeReply:
-        check_extras(self.model_extra or {})
+        check_extras(self.model_extra or {}, known=type(self).model_fields)
         return DetokenizeReply(
             prompt=engine.detokenize(self.tokens, skip_special_tokens=bool(self.skip_special_tokens))
         )

@@ -5,9 +5,10 @@ Those that would change the answer are refused by name; others that are unknown 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from hybridkv.errors import RequestError
+from hybridkv.renamed import new_name
 
 _FREE_TEXT = "replies are free text"
 _NO_TOOLS = "tools are not called here"
@@ -94,9 +95,12 @@ _NO_TEMPLATE_OPTIONS = frozenset(
 """What rendering itself decides, and is not to be told. One is a template: a program that need not end."""
 
 
-def check_extras(fields: Mapping[str, object], place: str = "") -> None:
-    """Of a request, or of an object in it: refuse what would change the answer."""
+def check_extras(fields: Mapping[str, object], place: str = "", *, known: Container[str] = ()) -> None:
+    """Of a request, or of an object in it: refuse what would change the answer. `known`: the fields it may have."""
     for name, value in fields.items():
+        new = new_name(name, known)
+        if new is not None:
+            raise RequestError(f"{place}{name} is now {new}: rename it", f"{place}{name}")
         if name in _UNSUPPORTED and _asks(name, value):
             message = f"{place}{name} is not supported: {_UNSUPPORTED[name]}; leave it out"
             raise RequestError(message, f"{place}{name}")

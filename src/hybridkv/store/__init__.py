@@ -1,6 +1,6 @@
 """Objects of cache rows outside the arena: in memory, on disk. Knows bytes and names; no tensors, no requests."""
 
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError
 from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
@@ -26,6 +26,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreFault",
+    "StoreInputError",
     "StoreStats",
     "Stored",
     "Tier",

@@ -11,10 +11,10 @@ from threading import Lock
 
 from xxhash import xxh3_64
 
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault, StoreInputError
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
 from hybridkv.store.counters import Counters
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName, check_group, check_namespace
 from hybridkv.store.objects import Header, Layout, Row, encode_header, layout
 from hybridkv.store.shared_handle import SharedHandle
@@ -63,7 +63,7 @@ class BlobStore(Store):
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
         if not isfinite(value) or value < 0 or not 0 <= position < 2**64:
-            raise StoreError(f"value {value}, position {position}: both are numbers from 0 up")
+            raise StoreInputError(f"value {value}, position {position}: both are numbers from 0 up")
         where = layout(name.group, row_bytes)
         with self.counters.faults():
             pending = self.blobs.begin(name, where.nbytes, value, position)
@@ -225,7 +225,7 @@ class BlobWriter(Writer):
         with self._handle, self._store.counters.faults():
             with self._lock:
                 if row in self._begun:
-                    raise StoreError(f"{self._name}: row {row} is written twice")
+                    raise StoreInputError(f"{self._name}: row {row} is written twice")
                 self._begun.add(row)
             digest = xxh3_64()
             for view in views:
@@ -237,7 +237,7 @@ class BlobWriter(Writer):
         missing = [row for row in range(len(self._row_bytes)) if row not in self._checksums]
         if missing:
             self.abort()
-            raise StoreError(f"{self._name}: commit without rows {missing[:8]}; nothing is kept")
+            raise StoreInputError(f"{self._name}: commit without rows {missing[:8]}; nothing is kept")
         rows = [
             Row(offset, nbytes, self._checksums[row])
             for row, (offset, nbytes) in enumerate(zip(self._where.offsets, self._row_bytes, strict=True))
@@ -266,10 +266,10 @@ class BlobWriter(Writer):
 
 def _check_row(name: ObjectName, row: int, count: int) -> int:
     if not 0 <= row < count:
-        raise StoreError(f"{name}: no row {row}, it has rows 0 to {count - 1}")
+        raise StoreInputError(f"{name}: no row {row}, it has rows 0 to {count - 1}")
     return row
 
 
 def _check_length(name: ObjectName, row: int, nbytes: int, views: Sequence[memoryview]) -> None:
     if total(views) != nbytes:
-        raise StoreError(f"{name}: buffers of {total(views):,} bytes for row {row} of {nbytes:,}")
+        raise StoreInputError(f"{name}: buffers of {total(views):,} bytes for row {row} of {nbytes:,}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from threading import Lock
 
-from hybridkv.store.errors import StoreFault
+from hybridkv.errors import StoreFault
 from hybridkv.store.store import StoreStats
 
 

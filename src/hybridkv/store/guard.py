@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.breaker import Breaker
 from hybridkv.store.counters import Counters
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 

@@ -10,11 +10,10 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import MissingObject, StoreFault, StoreInputError
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers, gather, scatter, total
-from hybridkv.store.errors import MissingObject, StoreFault
 from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import Leftovers, Stored
@@ -33,7 +32,7 @@ class _Entry:
 class MemoryBlobs(Blobs):
     def __init__(self, size: int, clock: Callable[[], float] = time.time) -> None:
         if size < 1:
-            raise HybridKVError(f"a memory store of {size} bytes: give it a size such as 4GiB")
+            raise StoreInputError(f"a memory store of {size} bytes: give it a size such as 4GiB")
         self.size = size
         self._clock = clock
         self._lock = Lock()

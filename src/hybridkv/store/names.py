@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hybridkv.store.errors import StoreError
+from hybridkv.errors import StoreInputError
 
 NAMESPACE_DIGITS = 32
 KEY_DIGITS = 64
@@ -29,7 +29,7 @@ class ObjectName:
         check_namespace(self.namespace)
         check_group(self.group)
         if not _KEY.fullmatch(self.key):
-            raise StoreError(f"key {self.key!r}: an object's key has {KEY_DIGITS} hex digits, in lower case")
+            raise StoreInputError(f"key {self.key!r}: an object's key has {KEY_DIGITS} hex digits, in lower case")
 
     @property
     def path(self) -> str:
@@ -42,12 +42,12 @@ class ObjectName:
 
 def check_namespace(namespace: str) -> None:
     if not _NAMESPACE.fullmatch(namespace):
-        raise StoreError(f"namespace {namespace!r}: a namespace has {NAMESPACE_DIGITS} hex digits, in lower case")
+        raise StoreInputError(f"namespace {namespace!r}: a namespace has {NAMESPACE_DIGITS} hex digits, in lower case")
 
 
 def check_group(group: str) -> None:
     if not _GROUP.fullmatch(group):
-        raise StoreError(
+        raise StoreInputError(
             f"group {group!r}: a group has 1 to {MOST_GROUP_LETTERS} letters of a-z, 0-9, '.', '_' and '-', "
             "the first of them a letter or digit"
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from hybridkv.store.errors import CorruptObject, StoreError
+from hybridkv.errors import CorruptObject, StoreError, StoreInputError
 from hybridkv.store.names import MOST_GROUP_LETTERS, ObjectName
 
 MAGIC = b"hybridkv"
@@ -64,15 +64,15 @@ class Layout(NamedTuple):
 def layout(group: str, row_bytes: Sequence[int]) -> Layout:
     """The one layout of rows of these lengths."""
     if not 1 <= len(row_bytes) <= MOST_ROWS:
-        raise StoreError(f"{len(row_bytes)} rows: an object has 1 to {MOST_ROWS:,} rows")
+        raise StoreInputError(f"{len(row_bytes)} rows: an object has 1 to {MOST_ROWS:,} rows")
     offsets, end = [], _header_bytes(len(group), len(row_bytes))
     for number, nbytes in enumerate(row_bytes):
         if not 1 <= nbytes <= MOST_OBJECT_BYTES:
-            raise StoreError(f"row {number} of {nbytes:,} bytes: a row has 1 to {MOST_OBJECT_BYTES:,} bytes")
+            raise StoreInputError(f"row {number} of {nbytes:,} bytes: a row has 1 to {MOST_OBJECT_BYTES:,} bytes")
         offsets.append(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
         end = offsets[-1] + nbytes
     if end > MOST_OBJECT_BYTES:
-        raise StoreError(f"an object of {end:,} bytes: the largest may have {MOST_OBJECT_BYTES:,}")
+        raise StoreInputError(f"an object of {end:,} bytes: the largest may have {MOST_OBJECT_BYTES:,}")
     return Layout(tuple(offsets), end)
 
 

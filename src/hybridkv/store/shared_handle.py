@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
-from hybridkv.store.errors import StoreError
+from hybridkv.errors import StoreError
 
 
 class SharedHandle:

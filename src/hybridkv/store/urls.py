@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from hybridkv.errors import StoreInputError
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.store.errors import StoreError
 from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
     def size(self) -> int:
         if "size" not in self.options:
-            raise StoreError(f"{self.url!r} has no size: add size=, as in {SCHEMES[self.scheme].example}")
+            raise StoreInputError(f"{self.url!r} has no size: add size=, as in {SCHEMES[self.scheme].example}")
         return parse_size(self.options["size"])
 
     def choose(self, option: str, choices: type[Choice], default: Choice) -> Choice:
@@ -42,7 +42,7 @@ class Address(NamedTuple):
             return choices(text)
         except ValueError:
             known = ", ".join(choice.value for choice in choices)
-            raise StoreError(f"{self.url!r}: {option}={text} is none of {known}") from None
+            raise StoreInputError(f"{self.url!r}: {option}={text} is none of {known}") from None
 
 
 class Scheme(NamedTuple):
@@ -61,14 +61,14 @@ class _Sync(Enum):
 def open_store(urls: Sequence[str]) -> Store:
     """One store, or several as tiers; each goes on without failing the caller when it fails itself."""
     if not urls:
-        raise StoreError(f"no store named: write one as {_examples()}")
+        raise StoreInputError(f"no store named: write one as {_examples()}")
     addresses = [parse_url(url) for url in urls]
     places = [os.path.realpath(address.path) for address in addresses if address.path]
     if len(set(places)) < len(places):
-        raise StoreError(f"{' '.join(urls)}: a directory twice; tiers are different places, name it once")
+        raise StoreInputError(f"{' '.join(urls)}: a directory twice; tiers are different places, name it once")
     writes = [address.choose("write", WritePolicy, WritePolicy.THROUGH) for address in addresses]
     if writes[-1] is WritePolicy.BACK:
-        raise StoreError(f"{urls[-1]!r}: write=back needs a tier below, and this is the last")
+        raise StoreInputError(f"{urls[-1]!r}: write=back needs a tier below, and this is the last")
     opened: list[Store] = []
     try:
         for address in addresses:
@@ -87,7 +87,7 @@ def inspect_store(url: str) -> Store:
     address = parse_url(url)
     inspect = SCHEMES[address.scheme].inspect
     if inspect is None:
-        raise StoreError(f"{url!r}: such a store lives inside one process; name one that outlives it")
+        raise StoreInputError(f"{url!r}: such a store lives inside one process; name one that outlives it")
     store = inspect(address)
     store.keeps_corrupt = True
     return store
@@ -104,23 +104,23 @@ def parse_url(url: str) -> Address:
             raise ValueError("no path has a zero byte")
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
-        raise StoreError(f"{url!r} is no URL of a store ({error}): write it as {_examples()}") from None
+        raise StoreInputError(f"{url!r} is no URL of a store ({error}): write it as {_examples()}") from None
     scheme = SCHEMES.get(parts.scheme)
     if scheme is None or "://" not in url:
-        raise StoreError(f"{url!r}: no store of that kind; write it as {_examples()}")
+        raise StoreInputError(f"{url!r}: no store of that kind; write it as {_examples()}")
     options = dict(pairs)
     unknown = [option for option in options if option not in scheme.options]
     if unknown or len(options) != len(pairs) or parts.fragment:
         trouble = f"no option {unknown[0]!r}" if unknown else "an option twice, or a fragment"
-        raise StoreError(f"{url!r}: {trouble}; {parts.scheme} stores have {', '.join(scheme.options)}")
+        raise StoreInputError(f"{url!r}: {trouble}; {parts.scheme} stores have {', '.join(scheme.options)}")
     if parts.netloc:
-        raise StoreError(f"{url!r}: {parts.netloc!r} is no path; write it as {scheme.example}")
+        raise StoreInputError(f"{url!r}: {parts.netloc!r} is no path; write it as {scheme.example}")
     return Address(url, parts.scheme, path, options)
 
 
 def _open_memory(address: Address) -> BlobStore:
     if address.path:
-        raise StoreError(f"{address.url!r}: memory has no path; write it as {SCHEMES['memory'].example}")
+        raise StoreInputError(f"{address.url!r}: memory has no path; write it as {SCHEMES['memory'].example}")
     return MemoryStore(address.size())
 
 
@@ -133,15 +133,17 @@ def _open_file(address: Address) -> BlobStore:
 def _inspect_file(address: Address) -> BlobStore:
     path = _directory(address)
     if path.is_file():
-        raise StoreError(f"{address.url!r}: {path} is a file, and a store is a directory; name that")
+        raise StoreInputError(f"{address.url!r}: {path} is a file, and a store is a directory; name that")
     if not FileStore.exists(path):
-        raise StoreError(f"{address.url!r}: there is no store at {path}; name the directory that one was opened with")
+        raise StoreInputError(
+            f"{address.url!r}: there is no store at {path}; name the directory that one was opened with"
+        )
     return FileStore(path, _NO_LIMIT, address.choose("direct", Direct, Direct.AUTO), collect=False)
 
 
 def _directory(address: Address) -> Path:
     if not os.path.normpath(f"/{address.path}").strip("/"):
-        raise StoreError(f"{address.url!r} names no directory: write it as {SCHEMES['file'].example}")
+        raise StoreInputError(f"{address.url!r} names no directory: write it as {SCHEMES['file'].example}")
     return Path(address.path)
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from hybridkv.errors import StoreError
 from hybridkv.plan import Row
 from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
-from hybridkv.store.errors import StoreError
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridkv.engine.seams import functions
 from hybridkv.engine.seams.frame import is_running
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError
 
 ATTENTION = "hybridkv_paged"
 """Our attention's name. Transformers builds no mask for a name it has no mask function for."""
@@ -41,7 +41,7 @@ def attach(model: PreTrainedModel) -> None:
     try:
         model.set_attn_implementation(ATTENTION)
     except ValueError as error:
-        raise HybridKVError(f"{type(model).__name__} does not let its attention be chosen: {error}") from error
+        raise ConfigError(f"{type(model).__name__} does not let its attention be chosen: {error}") from error
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         _patch(module)
 

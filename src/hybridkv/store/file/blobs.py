@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import MissingObject, StoreFault, StoreInputError
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers
-from hybridkv.store.errors import MissingObject, StoreError, StoreFault
 from hybridkv.store.eviction import chosen, ranked, with_slack
 from hybridkv.store.file.descriptions import encode_description, read_descriptions
 from hybridkv.store.file.folder import ROOT, Folder
@@ -33,7 +32,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class FileBlobs(Blobs):
     def __init__(self, path: Path, size: int, direct: Direct, sync: bool, collect: bool) -> None:
         if size < 1:
-            raise HybridKVError(f"a file store of {size} bytes: give it a size such as 200GiB")
+            raise StoreInputError(f"a file store of {size} bytes: give it a size such as 200GiB")
         self.size = size
         self.sync = sync
         self.folder = Folder(path)
@@ -46,7 +45,7 @@ class FileBlobs(Blobs):
             self.usage_file = UsageFile(self.folder.usage_file, self.recount, self.folder.mend)
         if direct is Direct.ON and not can_read_directly(str(self.folder.usage_file)):
             self.usage_file.close()
-            raise StoreError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
+            raise StoreInputError(f"direct=on: the file system of {path} has no direct reads; use direct=auto")
         if collect:
             with faults("open the store at", path), self.usage_file.open() as counts:
                 counts.nbytes -= self._pending.remove_dead().nbytes

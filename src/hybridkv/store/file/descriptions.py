@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
 
-from hybridkv.store.errors import StoreError
+from hybridkv.errors import StoreInputError
 from hybridkv.store.names import is_namespace
 
 _MOST_BYTES = 1 << 16
@@ -20,7 +20,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 def encode_description(info: Mapping[str, str]) -> bytes:
     raw = json.dumps(dict(info), indent=1).encode()
     if len(raw) > _MOST_BYTES:
-        raise StoreError(f"a description of {len(raw):,} bytes: at most {_MOST_BYTES:,} are kept")
+        raise StoreInputError(f"a description of {len(raw):,} bytes: at most {_MOST_BYTES:,} are kept")
     return raw
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
-from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.errors import StoreFault, StoreInputError, is_disk_failure
 from hybridkv.store.file.io import kind_of
 from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
@@ -51,15 +51,18 @@ class Folder:
             self._make()
         except (FileExistsError, NotADirectoryError) as error:
             place = _existing(Path(error.filename))
-            raise StoreError(
+            raise StoreInputError(
                 f"{place} is a {kind_of(place)}: a store needs a directory there; remove it, or name another place"
             ) from None
         except OSError as error:
-            raise StoreError(
+            kind = StoreFault if is_disk_failure(error) else StoreInputError
+            raise kind(
                 f"no store can be made at {path}: {error.strerror}; name a directory that can be written to"
             ) from None
         if not os.access(self.pending, os.W_OK | os.X_OK):
-            raise StoreError(f"{self.pending} cannot be written to: name another directory or change its permissions")
+            raise StoreInputError(
+                f"{self.pending} cannot be written to: name another directory or change its permissions"
+            )
         self._device = os.stat(self.root).st_dev
 
     def mend(self) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from stat import S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK
 from threading import Lock
 
+from hybridkv.errors import StoreFault
 from hybridkv.store.blobs import Blob
 from hybridkv.store.buffers import Buffers, scatter, skip
-from hybridkv.store.errors import StoreFault
 
 PIECE_BYTES = 1 << 20
 _ALIGNMENT = 4096

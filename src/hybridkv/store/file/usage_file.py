@@ -20,7 +20,7 @@ from threading import Lock
 
 from xxhash import xxh3_64_intdigest
 
-from hybridkv.store.errors import StoreError, StoreFault
+from hybridkv.errors import StoreFault, StoreInputError
 from hybridkv.store.file.io import kind_of
 
 _COUNTS = struct.Struct("<QQ")
@@ -56,7 +56,9 @@ class UsageFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         except OSError as error:
             os.close(self._fd)
-            raise StoreError(f"{path.parent} cannot be locked ({error.strerror}): choose another file system") from None
+            raise StoreInputError(
+                f"{path.parent} cannot be locked ({error.strerror}): choose another file system"
+            ) from None
 
     @contextmanager
     def open(self) -> Iterator[Counts]:

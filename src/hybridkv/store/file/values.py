@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.blobs import Blob, header_of
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreFault
 from hybridkv.store.eviction import Evictable
 from hybridkv.store.file.folder import Found
 from hybridkv.store.names import ObjectName

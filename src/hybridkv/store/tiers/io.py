@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.counters import Counters
-from hybridkv.store.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Reader, Store, Writer

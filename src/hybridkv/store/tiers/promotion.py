@@ -8,8 +8,8 @@ from threading import Lock
 
 import numpy as np
 
+from hybridkv.errors import StoreError
 from hybridkv.store.buffers import as_bytes, gather
-from hybridkv.store.errors import StoreError
 from hybridkv.store.objects import Header
 from hybridkv.store.store import Store
 from hybridkv.store.tiers.copy_queue import CopyQueue, CopyTask

@@ -8,8 +8,8 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
+from hybridkv.errors import StoreError, StoreFault, StoreInputError
 from hybridkv.store.counters import Counters
-from hybridkv.store.errors import StoreError, StoreFault
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
@@ -42,7 +42,7 @@ class TieredStore(Store):
     ) -> None:
         """`patience_s`: how long `close` waits for a copy that does not end."""
         if not tiers:
-            raise StoreError("no tiers: a tiered store has at least one")
+            raise StoreInputError("no tiers: a tiered store has at least one")
         self.tiers = tuple(tier.store for tier in tiers)
         self._back = [level for level, tier in enumerate(tiers[:-1]) if tier.write is WritePolicy.BACK]
         self._written = self.tiers[: self._back[0] + 1] if self._back else self.tiers
