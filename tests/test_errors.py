@@ -127,7 +127,7 @@ def test_a_full_disk_is_no_bad_input(
     monkeypatch.setattr("hybridkv.demo._write", no_space)
     assert run(["demo", str(tmp_path / "demo")]) == 1
     assert "No space left" in capsys.readouterr().err
-    monkeypatch.setattr("hybridkv.store.folder.Folder._make", no_space)
+    monkeypatch.setattr("hybridkv.store.file.folder.Folder._make", no_space)
     with pytest.raises(StoreFault, match="No space left") as caught:
         open_store([f"file://{tmp_path}/store?size=1MiB"])
     assert not isinstance(caught.value, ValueError)
