@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from hybridkv.cache.index import Node, Step
+from hybridkv.cache.index import Node, PathNode
 from hybridkv.cache.pages import make_pages
 from hybridkv.cache.resume import NO_HOLE, _first_hole, _last_hole, _start_of_holes
 
 
-def make_path() -> list[Step]:
+def make_path() -> list[PathNode]:
     """Blocks 0-5: pages in 0, 1 and 4; blocks 6-8: no pages at all; blocks 9, 10: both."""
     root = Node(None, 0, bytearray(), [make_pages()])
     first = Node(root, 0, bytearray(), [make_pages([7, 8, 0, 0, 9, 0])])
     second = Node(first, 6, bytearray(), [None])
     third = Node(second, 9, bytearray(), [make_pages([5, 6])])
-    return [Step(root, 0), Step(first, 6), Step(second, 3), Step(third, 2)]
+    return [PathNode(root, 0), PathNode(first, 6), PathNode(second, 3), PathNode(third, 2)]
 
 
 def test_holes_are_found_from_both_ends() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hybridkv.engine.filters import keep_likely
 from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.rows import RowState
 from hybridkv.engine.sampler import Sampler
+from hybridkv.engine.sampling_state import SamplingState
 from tests.engine.sampling import VOCAB, make_logits, tokens_of
 
 
@@ -67,7 +67,7 @@ FILTERS: list[dict[str, Any]] = [
 def test_draws_follow_the_distribution(values: dict[str, Any]) -> None:
     logits, draws, params = make_logits(1), 4000, SamplingParams(**values)
     expected = naive_distribution(logits[0].double().tolist(), params)
-    counts = Counter(tokens_of(logits.expand(draws, -1), [RowState(params)] * draws))
+    counts = Counter(tokens_of(logits.expand(draws, -1), [SamplingState(params)] * draws))
     assert all(expected[token] > 0 for token in counts)
     big = [token for token in range(VOCAB) if draws * expected[token] >= 5]
     chi = sum((counts[token] - draws * expected[token]) ** 2 / (draws * expected[token]) for token in big)
@@ -76,7 +76,7 @@ def test_draws_follow_the_distribution(values: dict[str, Any]) -> None:
 
 def test_seeded_draws_follow_the_distribution_too() -> None:
     logits, params, draws = make_logits(1, vocab=6), SamplingParams(seed=3), 3000
-    row, counts = RowState(params), Counter[int]()
+    row, counts = SamplingState(params), Counter[int]()
     sampler = Sampler()
     for _ in range(draws):
         token = sampler.sample(logits, [row])[0].token
@@ -132,6 +132,6 @@ def test_rare_tokens_count_although_they_are_not_sorted() -> None:
 
 def test_a_small_temperature_costs_no_precision() -> None:
     draws = 2000
-    rows = [RowState(SamplingParams(temperature=1e-4))] * draws
+    rows = [SamplingState(SamplingParams(temperature=1e-4))] * draws
     drawn = tokens_of(torch.tensor([[1000.0, 1000.0, -1000.0]]).expand(draws, -1), rows)
     assert abs(drawn.count(1) - draws / 2) < 4 * math.sqrt(draws / 4)

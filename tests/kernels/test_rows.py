@@ -21,7 +21,7 @@ from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.conv import conv
 from hybridkv.kernels.lightning import lightning
 from hybridkv.kernels.mamba import mamba1, mamba2
-from hybridkv.kernels.pages import Pages
+from hybridkv.kernels.pages import PageNumbers
 from hybridkv.kernels.segments import SegmentTable, StateNeed, make_segment_table
 from hybridkv.kernels.spans import PADDED
 from hybridkv.kernels.table import AttentionNeed
@@ -225,14 +225,14 @@ def tensors(record: Any) -> dict[str, Tensor]:
         fields = record._asdict()  # type: ignore[attr-defined]
     else:
         fields = {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
-    found = {name: value.on_device if isinstance(value, Pages) else value for name, value in fields.items()}
+    found = {name: value.on_device if isinstance(value, PageNumbers) else value for name, value in fields.items()}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def test_pages_written_together_leave_padding_out() -> None:
     """As on a GPU, where no row of a copy can be left out."""
     view = torch.zeros(5, 2, 3)
-    pages = Pages(torch.tensor([3, PADDED, 1, PADDED]), [3, PADDED, 1, PADDED])
+    pages = PageNumbers(torch.tensor([3, PADDED, 1, PADDED]), [3, PADDED, 1, PADDED])
     values = torch.full((4, 2, 3), math.nan)
     values[0], values[2] = 3, 1
     before = values.clone()

@@ -48,7 +48,7 @@ def test_each_page_is_written_once(step: StateStep) -> None:
     table = step.table
     written = [] if table.ones is None else list(table.ones.dst.on_host)
     if table.has_long:
-        for part in table.schedule(8).steps:
+        for part in table.schedule(8).rounds:
             if part.write is not None:
                 assert part.write.dst.on_device.tolist() == part.write.dst.on_host
                 written += part.write.dst.on_host

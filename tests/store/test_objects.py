@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from hybridkv.store import CorruptObject, Header, ObjectName, Row, StoreError
+from hybridkv.store import CorruptObject, Header, ObjectName, StoredRow, StoreError
 from hybridkv.store.objects import MOST_HEADER_BYTES, MOST_OBJECT_BYTES, MOST_ROWS, encode_header, layout, read_header
 from tests.store.samples import NAMESPACE, name_of
 
@@ -22,7 +22,7 @@ SIZES = (5000, 1, 4096)
 
 def header_of(name: ObjectName = NAME, sizes: tuple[int, ...] = SIZES, value: float = 2.5) -> Header:
     offsets = layout(name.group, sizes).offsets
-    rows = tuple(Row(offset, size, 7) for offset, size in zip(offsets, sizes, strict=True))
+    rows = tuple(StoredRow(offset, size, 7) for offset, size in zip(offsets, sizes, strict=True))
     return Header(name, value, 512, rows)
 
 
@@ -112,7 +112,7 @@ def forged(**changes: object) -> bytes:
 
 def test_the_forger_knows_the_format() -> None:
     raw = forged()
-    assert read_header(NAME, 4106, reader_of(raw)).rows == (Row(4096, 10, 0),)
+    assert read_header(NAME, 4106, reader_of(raw)).rows == (StoredRow(4096, 10, 0),)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ from hybridkv.cache.reclaim import NoRoom, Reclaimer
 from hybridkv.cache.resume import Found, Resume
 from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
 from hybridkv.cache.running import Running
-from hybridkv.cache.sending import Sending
 from hybridkv.cache.stats import CacheStats, Event, Events
+from hybridkv.cache.step_begin import StepBegin
+from hybridkv.cache.step_end import StepEnd
 from hybridkv.cache.step_tables import StepTables
-from hybridkv.cache.steps import Steps
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey, TokenIds, pack_tokens
 from hybridkv.errors import CacheError
 
@@ -71,8 +71,8 @@ class Cache:
         self._reclaimer = Reclaimer(self._prefixes, compactor)
         self._leaders = Leaders(layout.block_tokens)
         self._placement = Placement(self._prefixes, self._running, self._leaders)
-        self._sending = Sending(self._placement, self._reclaimer)
-        self._steps = Steps(self._placement)
+        self._step_begin = StepBegin(self._placement, self._reclaimer)
+        self._step_end = StepEnd(self._placement)
         self._pins = Pins(self._placement, compactor, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
@@ -156,9 +156,9 @@ class Cache:
             raise CacheError(f"cannot extend by {num_tokens}: {start} of {num_known} tokens are computed")
         try:
             if num_loaded:
-                step = self._sending.send_off_load(lease, start, start + num_loaded, end)
+                step = self._step_begin.send_off_load(lease, start, start + num_loaded, end)
             else:
-                step = self._sending.send_off(lease, start, end, num_known, may_cut)
+                step = self._step_begin.send_off(lease, start, end, num_known, may_cut)
         except BaseException:  # the memory layer failed: before the step was in flight, its drafts were never known
             if lease.step is None:
                 lease.forget_after(num_known)
@@ -190,15 +190,15 @@ class Cache:
             accepted, unusable = self._usable(step, accepted)
             failed = failed or unusable
         if lease.aborted:
-            self._steps.drop_step(lease, step)
+            self._step_end.drop_step(lease, step)
             self._placement.detach(lease)
         elif failed or step.poisoned is not None:
             lease.forget_after(step.num_known)
-            self._steps.fail(lease, step)
+            self._step_end.fail(lease, step)
         else:
             if num_accepted is not None:
                 lease.forget_after(max(step.start + accepted, step.num_known))
-            self._steps.accept(lease, step, step.start + accepted)
+            self._step_end.accept(lease, step, step.start + accepted)
             lease.tokens += packed
         if step.loaded_to > step.start:
             self._groups.run_operations()  # pages of a failed load are free once they have been cleared

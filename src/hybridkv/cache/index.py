@@ -208,7 +208,7 @@ class Node:
 _position = attrgetter("position")
 
 
-class Step(NamedTuple):
+class PathNode(NamedTuple):
     """A node on a path, and how many of its blocks match."""
 
     node: Node
@@ -253,12 +253,12 @@ class Index:
         self.changed()
         return roots
 
-    def walk(self, key: bytes, tokens: bytes | bytearray, max_blocks: int) -> list[Step]:
+    def walk(self, key: bytes, tokens: bytes | bytearray, max_blocks: int) -> list[PathNode]:
         """The path of the longest run of matching blocks, at most `max_blocks`; it begins with the root."""
         node = self.roots.get(key)
         if node is None:
             return []
-        path = [Step(node, 0)]
+        path = [PathNode(node, 0)]
         size, position, end = self.block_bytes, 0, max_blocks * self.block_bytes
         while position < end:
             child = node.children.get(bytes(tokens[position : position + size]))
@@ -267,10 +267,12 @@ class Index:
             run = child.tokens
             if position + len(run) <= end and tokens.startswith(run, position):
                 position += len(run)
-                path.append(Step(child, len(run) // size))
+                path.append(PathNode(child, len(run) // size))
                 node = child
                 continue
-            path.append(Step(child, common_blocks(run, tokens, position, min(len(run), end - position) // size, size)))
+            path.append(
+                PathNode(child, common_blocks(run, tokens, position, min(len(run), end - position) // size, size))
+            )
             break
         return path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hybridkv.cache.index import Node, Step, common_blocks
+from hybridkv.cache.index import Node, PathNode, common_blocks
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.resume import Found
 from hybridkv.cache.tokens import TOKEN_BYTES
@@ -51,7 +51,7 @@ class Leaders:
                 del self._computing[block]
             lease.announced = None
 
-    def find_leader(self, path: Sequence[Step], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
+    def find_leader(self, path: Sequence[PathNode], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
         """A lease that stands where the path ends and computes what comes next in `tokens`."""
         if not path:
             return None, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.footprint import Needs
-from hybridkv.cache.index import Checkpoint, Node, Step, null_pages
+from hybridkv.cache.index import Checkpoint, Node, PathNode, null_pages
 from hybridkv.cache.leaders import Leaders
 from hybridkv.cache.lease import Lease
 from hybridkv.cache.lease_pages import LeasePages
@@ -41,11 +41,13 @@ class Placement:
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes, tokens: bytes | bytearray, limit: int, taps: Sequence[int]) -> tuple[list[Step], Resume]:
+    def find(
+        self, key: bytes, tokens: bytes | bytearray, limit: int, taps: Sequence[int]
+    ) -> tuple[list[PathNode], Resume]:
         path = self.prefixes.index.walk(key, tokens, limit // self.block_tokens)
         return path, self.rule.find(path, tokens, limit, taps)
 
-    def attach(self, lease: Lease, path: Sequence[Step], resume: Resume) -> None:
+    def attach(self, lease: Lease, path: Sequence[PathNode], resume: Resume) -> None:
         """Stand at the position of `resume`. Takes no pages: a tail is copied when the lease first extends."""
         groups, prefixes, position = self.groups, self.prefixes, resume.position
         prefixes.history.clock += 1
@@ -96,7 +98,7 @@ class Placement:
             pages.tail = checkpoint
             checkpoint.holds += 1
 
-    def _recall_matched(self, lease: Lease, path: Sequence[Step], first: int, last: int) -> None:
+    def _recall_matched(self, lease: Lease, path: Sequence[PathNode], first: int, last: int) -> None:
         """Blocks [first, last) are there, but not what was kept with them: was there more once?"""
         for node, _ in reversed(path):
             if node.parent is not None and node.start < last:
@@ -108,7 +110,7 @@ class Placement:
         }
         pages.slide_at = self.groups.next_slide(position)
 
-    def _node_ending_at(self, lease: Lease, path: Sequence[Step], block: int) -> Node:
+    def _node_ending_at(self, lease: Lease, path: Sequence[PathNode], block: int) -> Node:
         if block == 0:
             return self.prefixes.index.root(lease.root_key)
         node = next(step.node for step in path if step.node.start < block <= step.node.start + step.num_blocks)

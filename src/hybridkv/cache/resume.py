@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from hybridkv.cache.index import Checkpoint, Index, Step
+from hybridkv.cache.index import Checkpoint, Index, PathNode
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.tokens import TOKEN_BYTES, LookupKey
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
     key: LookupKey
     tokens: bytes
-    path: list[Step]
+    path: list[PathNode]
     resume: Resume
     source: Index
     version: int
@@ -63,7 +63,7 @@ class ResumeRule:
         self.has_states = bool(layout.state_groups)
         self.local = [(i, group) for i, group in enumerate(layout.token_groups) if group.role is Role.LOCAL]
 
-    def find(self, path: Sequence[Step], tokens: bytes | bytearray, limit: int, taps: Sequence[int]) -> Resume:
+    def find(self, path: Sequence[PathNode], tokens: bytes | bytearray, limit: int, taps: Sequence[int]) -> Resume:
         """The largest n <= `limit` for a request that uses the tapped layers `taps` (indices of token groups)."""
         if not path:
             return Resume(0, None, 0, Missing.NEVER_SEEN)
@@ -86,7 +86,7 @@ class ResumeRule:
         return Missing.STATE if self.has_states else Missing.WINDOW
 
     def _best_checkpoint(
-        self, path: Sequence[Step], tokens: bytes | bytearray, limit: int, taps: Sequence[int]
+        self, path: Sequence[PathNode], tokens: bytes | bytearray, limit: int, taps: Sequence[int]
     ) -> tuple[Checkpoint | None, Missing | None]:
         """The deepest checkpoint on the path that can be resumed, and what the deepest of all lacked."""
         why: Missing | None = None
@@ -106,7 +106,9 @@ class ResumeRule:
                 why = why or lacks
         return None, why
 
-    def _lacks(self, path: Sequence[Step], checkpoint: Checkpoint, block: int, taps: Sequence[int]) -> Missing | None:
+    def _lacks(
+        self, path: Sequence[PathNode], checkpoint: Checkpoint, block: int, taps: Sequence[int]
+    ) -> Missing | None:
         if None in checkpoint.states:
             return Missing.STATE
         for index, group in self.local:
@@ -118,7 +120,7 @@ class ResumeRule:
                 return Missing.TAP
         return None
 
-    def _best_boundary(self, path: Sequence[Step], taps: Sequence[int]) -> tuple[int, Missing | None]:
+    def _best_boundary(self, path: Sequence[PathNode], taps: Sequence[int]) -> tuple[int, Missing | None]:
         """Without states any block boundary will do whose windows and taps are there."""
         last = path[-1]
         block = last.node.start + last.num_blocks
@@ -142,7 +144,7 @@ class ResumeRule:
         return group.sight.first_visible_block(position, self.block_tokens)
 
 
-def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:
+def _last_hole(path: Sequence[PathNode], group: int, first: int, last: int) -> int:
     """The last block in [first, last) that has no page in `group`; NO_HOLE if all have one."""
     for depth in range(len(path) - 1, -1, -1):
         if last <= first:
@@ -161,7 +163,7 @@ def _last_hole(path: Sequence[Step], group: int, first: int, last: int) -> int:
     return NO_HOLE
 
 
-def _first_hole(path: Sequence[Step], group: int, last: int) -> int:
+def _first_hole(path: Sequence[PathNode], group: int, last: int) -> int:
     """The first block before `last` that has no page in `group`; NO_HOLE if all have one."""
     for node, num_blocks in path:
         pages, count = node.pages[group], min(num_blocks, last - node.start)
@@ -170,7 +172,7 @@ def _first_hole(path: Sequence[Step], group: int, last: int) -> int:
     return NO_HOLE
 
 
-def _start_of_holes(path: Sequence[Step], group: int, hole: int) -> int:
+def _start_of_holes(path: Sequence[PathNode], group: int, hole: int) -> int:
     """Where the run of blocks without pages begins that `hole` is in, as far as its node goes."""
     node = next(step.node for step in reversed(path) if step.node.start <= hole)
     pages = node.pages[group]

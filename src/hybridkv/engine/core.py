@@ -17,9 +17,9 @@ from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
-from hybridkv.engine.rows import RowState
 from hybridkv.engine.runner import Runner, Work
 from hybridkv.engine.sampler import Sampled, Sampler
+from hybridkv.engine.sampling_state import SamplingState
 from hybridkv.engine.scheduler import Scheduled, Scheduler
 from hybridkv.engine.streaming import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
@@ -251,7 +251,7 @@ class EngineCore:
     def _new_sample(self, request: Request, index: int) -> Sample:
         params = request.params
         prompt = request.prompt.ids.as_array()
-        row = RowState(params, prompt, ends=params.ends(self._eos_ids), sibling=index)
+        row = SamplingState(params, prompt, ends=params.ends(self._eos_ids), sibling=index)
         text = TextStream(
             self._tokenizer,
             stop=params.stops,

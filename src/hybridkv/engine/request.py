@@ -9,8 +9,8 @@ from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
-from hybridkv.engine.rows import RowState
 from hybridkv.engine.sampler import Sampled, TokenLogprobs
+from hybridkv.engine.sampling_state import SamplingState
 from hybridkv.engine.text import TextStream
 from hybridkv.engine.transfer import Stage, Transfer
 from hybridkv.stream import BlockKeys, Streamer
@@ -19,7 +19,7 @@ from hybridkv.stream import BlockKeys, Streamer
 class Sample:
     """One of the n continuations of a request. It has a lease while it runs."""
 
-    def __init__(self, request: Request, index: int, row: RowState, text: TextStream) -> None:
+    def __init__(self, request: Request, index: int, row: SamplingState, text: TextStream) -> None:
         self.request = request
         self.index = index
         self.row = row

@@ -6,8 +6,8 @@
 
 A draw is a race: every token gets an exponential random number, the largest p / Exp(1) wins. Scores are only compared,
 no probabilities are added up: a row's draw does not depend on the other rows. The random numbers of a seeded row come
-from a generator seeded anew for every token (see `RowState.draw_seed`); the same seed gives the same numbers on the
-same kind of device, not on another kind. Rows without a seed share one generator.
+from a generator that is seeded for every token (see `SamplingState.draw_seed`); the same seed gives the same numbers on
+the same kind of device, not on another kind. Rows without a seed share one generator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine.filters import keep_likely
-from hybridkv.engine.rows import RowState
+from hybridkv.engine.sampling_state import SamplingState
 
 FINEST = 2**-25
 """Half the step of uniform float32 numbers."""
@@ -56,7 +56,7 @@ class Sampler:
         else:
             self._shared.manual_seed(seed)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sampled]:
+    def sample(self, logits: Tensor, rows: Sequence[SamplingState]) -> list[Sampled]:
         """One token for each row. Changes neither the logits nor the rows."""
         # logits: [R, V]
         if logits.ndim != 2 or logits.shape[0] != len(rows):
@@ -74,7 +74,7 @@ class Sampler:
             tokens[picked] = torch.where(tokens[picked] < 0, -1, winners)
         return _results(tokens, logits, _logprobs(logits, tokens, rows))
 
-    def _draw(self, scores: Tensor, rows: Sequence[RowState]) -> Tensor:
+    def _draw(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         # scores: [S, V] -> [S]
         params = [row.params for row in rows]
         temperature = torch.tensor([p.temperature for p in params], dtype=scores.dtype).to(scores.device)
@@ -85,7 +85,7 @@ class Sampler:
         # argmax p / noise = argmax log p - log noise
         return scores.sub_(self._noise(scores, rows).log_()).argmax(dim=-1)
 
-    def _noise(self, scores: Tensor, rows: Sequence[RowState]) -> Tensor:
+    def _noise(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         """Exponential random numbers, one for each token of each row.
 
         Made of uniform ones: on a CPU `exponential_` takes seven times as long. Neither 0 nor infinity may come out:
@@ -108,7 +108,7 @@ def _best(scores: Tensor) -> Tensor:
     return tokens.masked_fill_(~values.isfinite(), -1)
 
 
-def _adjusted(logits: Tensor, rows: Sequence[RowState]) -> Tensor:
+def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """A float32 copy with penalties and biases. Only the tokens concerned are touched."""
     # logits: [R, V] -> [R, V]
     scores = logits.to(torch.float32, copy=True)
@@ -123,7 +123,7 @@ def _adjusted(logits: Tensor, rows: Sequence[RowState]) -> Tensor:
     return scores
 
 
-def _penalise(scores: Tensor, at: Sequence[int], rows: Sequence[RowState]) -> None:
+def _penalise(scores: Tensor, at: Sequence[int], rows: Sequence[SamplingState]) -> None:
     lengths = [len(row.seen) for row in rows]
     where, inside = _places(np.repeat(at, lengths), np.concatenate([row.seen for row in rows]), scores)
     counts = np.concatenate([row.counts for row in rows])
@@ -145,7 +145,7 @@ def _places(rows: np.ndarray, tokens: np.ndarray, scores: Tensor) -> tuple[tuple
     return (packed[0], packed[1]), inside
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[RowState]) -> dict[int, TokenLogprobs]:
+def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> dict[int, TokenLogprobs]:
     wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     if not wanted:
         return {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.longs import LongSpan, RowSegment
-from hybridkv.kernels.pages import Pages
+from hybridkv.kernels.pages import PageNumbers
 from hybridkv.memory import Uploader
 
 MIN_CHUNK_TOKENS = 8
@@ -36,20 +36,20 @@ def block_bytes(device: torch.device) -> int:
     return CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
 
 
-class Write(NamedTuple):
-    """States that are complete after a step of a schedule."""
+class StateWrite(NamedTuple):
+    """States that are complete after a round of a schedule."""
 
     which: Tensor | None
     """[w]: places among the states of the step; None: all of them."""
-    dst: Pages
+    dst: PageNumbers
 
 
-class Step(NamedTuple):
+class ScanRound(NamedTuple):
     """One chunk of every span that is still running: chunks first .. last, with the states of the first spans."""
 
     first: int
     last: int
-    write: Write | None
+    write: StateWrite | None
 
     @property
     def num_states(self) -> int:
@@ -66,8 +66,8 @@ class Schedule:
     lengths: list[int]
     offsets: list[int]
     """Where the tokens of each chunk begin in `tokens`, and one more."""
-    steps: list[Step]
-    src: Pages
+    rounds: list[ScanRound]
+    src: PageNumbers
     """[spans]: the states they begin with."""
     rows: Tensor
     """[chunks * chunk_tokens]: the token in each place; places left over repeat the chunk's last token."""
@@ -106,19 +106,19 @@ class Schedule:
             kept = y.flatten(0, 1).index_select(0, self.places[here] - first * c)
             out.index_copy_(0, self.tokens[here], kept.to(out.dtype))
 
-    def blocks(self, chunk_bytes: int) -> list[list[Step]]:
+    def blocks(self, chunk_bytes: int) -> list[list[ScanRound]]:
         """The steps in runs to be worked on together, where the largest tensor of a chunk takes `chunk_bytes`."""
         max_chunks = block_bytes(self.rows.device) // chunk_bytes
-        runs: list[list[Step]] = []
-        for step in self.steps:
-            if runs and step.last - runs[-1][0].first <= max_chunks:
-                runs[-1].append(step)
+        runs: list[list[ScanRound]] = []
+        for scan_round in self.rounds:
+            if runs and scan_round.last - runs[-1][0].first <= max_chunks:
+                runs[-1].append(scan_round)
             else:
-                runs.append([step])
+                runs.append([scan_round])
         return runs
 
 
-def write_states(state: Tensor, states: Tensor, step: Step) -> None:
+def write_states(state: Tensor, states: Tensor, step: ScanRound) -> None:
     """States that are complete after a step go to their pages. state: [spans, ...], states: [pages, ...]"""
     if step.write is not None:
         which, dst = step.write
@@ -170,8 +170,8 @@ def make_schedule(longs: list[LongSpan], chunk_tokens: int, uploader: Uploader, 
         first_rows=first_rows,
         lengths=lengths,
         offsets=[0, *np.cumsum(lengths).tolist()],
-        steps=_make_steps([len(now) for now in by_step], ends, sent["which"], sent["dst"]),
-        src=Pages(sent["src"], src),
+        rounds=_make_rounds([len(now) for now in by_step], ends, sent["which"], sent["dst"]),
+        src=PageNumbers(sent["src"], src),
         rows=sent["rows"],
         mask=uploader.flags(f"{name}.mask", sent["mask"]).view(-1, c),
         tokens=sent["tokens"],
@@ -184,14 +184,14 @@ def _cut(segment: RowSegment, chunk_tokens: int) -> list[_Chunk]:
     return [_Chunk(at, min(chunk_tokens, segment.end - at), segment.dst if at == starts[-1] else None) for at in starts]
 
 
-def _make_steps(counts: list[int], ends: list[list[_End]], which: Tensor, dst: Tensor) -> list[Step]:
+def _make_rounds(counts: list[int], ends: list[list[_End]], which: Tensor, dst: Tensor) -> list[ScanRound]:
     """counts: chunks of each step; which, dst: the places and pages of the ends of all steps, on the device"""
-    made: list[Step] = []
+    made: list[ScanRound] = []
     first = begin = 0
     for count, now in zip(counts, ends, strict=True):
         here = slice(begin, begin + len(now))
-        pages = Pages(dst[here], [end.dst for end in now])
-        write = Write(None if len(now) == count else which[here], pages) if now else None
-        made.append(Step(first, first + count, write))
+        pages = PageNumbers(dst[here], [end.dst for end in now])
+        write = StateWrite(None if len(now) == count else which[here], pages) if now else None
+        made.append(ScanRound(first, first + count, write))
         first, begin = first + count, here.stop
     return made

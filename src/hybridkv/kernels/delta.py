@@ -108,15 +108,15 @@ def _long(
     out: Tensor,
 ) -> None:
     state = schedule.src.read(states).float()  # [spans, H, Dk, Dv]
-    for steps in schedule.blocks(schedule.chunk_tokens * k.shape[1] * k.shape[2] * 4):
-        first, last = steps[0].first, steps[-1].last
+    for rounds in schedule.blocks(schedule.chunk_tokens * k.shape[1] * k.shape[2] * 4):
+        first, last = rounds[0].first, rounds[-1].last
         q_, k_, v_, g_, beta_ = (schedule.take(x, first, last).transpose(1, 2) for x in (q, k, v, g, beta))
         mask = schedule.mask[first:last, None]
         chunks = _prepare(q_, k_, v_, g_.float() * mask.unsqueeze(-1), beta_.float() * mask, l2norm)
-        for step in steps:
-            y = _advance(chunks, state[: step.num_states], step.first - first, step.last - first)
-            schedule.put(y.transpose(1, 2), out, step.first, step.last)
-            write_states(state, states, step)
+        for scan_round in rounds:
+            y = _advance(chunks, state[: scan_round.num_states], scan_round.first - first, scan_round.last - first)
+            schedule.put(y.transpose(1, 2), out, scan_round.first, scan_round.last)
+            write_states(state, states, scan_round)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> _Chunks:

@@ -14,14 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from hybridkv.kernels.longs import LongSpan
-from hybridkv.kernels.pages import Pages
+from hybridkv.kernels.pages import PageNumbers
 from hybridkv.memory import Uploader
 
 
 class Edges(NamedTuple):
     """For a convolution that reaches `reach` tokens back."""
 
-    src: Pages
+    src: PageNumbers
     """[spans]: pages of the inputs before them."""
     first_rows: Tensor
     """[spans * reach]: their first tokens; beyond their end, the last."""
@@ -31,10 +31,10 @@ class Edges(NamedTuple):
     """[M]: the same in spans * reach."""
     near_windows: Tensor
     """[segments that end near * reach]: their last inputs, in spans * (2 * reach)"""
-    near_dst: Pages
+    near_dst: PageNumbers
     far_windows: Tensor
     """[other segments * reach]: their last inputs, in the packed row."""
-    far_dst: Pages
+    far_dst: PageNumbers
 
 
 class _End(NamedTuple):
@@ -74,14 +74,14 @@ def make_edges(longs: list[LongSpan], reach: int, uploader: Uploader, name: str)
         far_dst=far_dst,
     )
     return Edges(
-        src=Pages(sent["src"], src),
+        src=PageNumbers(sent["src"], src),
         first_rows=sent["first_rows"],
         near_rows=sent["near_rows"],
         near_places=sent["near_places"],
         near_windows=sent["near_windows"],
-        near_dst=Pages(sent["near_dst"], near_dst),
+        near_dst=PageNumbers(sent["near_dst"], near_dst),
         far_windows=sent["far_windows"],
-        far_dst=Pages(sent["far_dst"], far_dst),
+        far_dst=PageNumbers(sent["far_dst"], far_dst),
     )
 
 

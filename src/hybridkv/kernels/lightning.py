@@ -42,8 +42,8 @@ def _long(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, schedule: 
     heads, dim = k.shape[1:]
     c = schedule.chunk_tokens
     state = schedule.src.read(states).float()  # [spans, H, D, D]
-    for steps in schedule.blocks(c * heads * dim * 4):
-        first, last = steps[0].first, steps[-1].last
+    for rounds in schedule.blocks(c * heads * dim * 4):
+        first, last = rounds[0].first, rounds[-1].last
         m = last - first
         q_, k_, v_ = (schedule.take(x, first, last).transpose(1, 2).float().reshape(-1, c, dim) for x in (q, k, v))
         mask = schedule.mask[first:last].unsqueeze(1)
@@ -53,10 +53,10 @@ def _long(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, schedule: 
         since = since.exp()
         readers = q_ * since
         writers = (k_ * until.exp()).view(m, heads, c, dim).mul_(mask.unsqueeze(-1)).view(-1, c, dim)
-        for step in steps:
-            here = slice((step.first - first) * heads, (step.last - first) * heads)
-            now = state[: step.num_states].view(-1, dim, dim)
+        for scan_round in rounds:
+            here = slice((scan_round.first - first) * heads, (scan_round.last - first) * heads)
+            now = state[: scan_round.num_states].view(-1, dim, dim)
             y[here].baddbmm_(readers[here], now)
             now.mul_(since[here, -1:]).baddbmm_(writers[here].transpose(1, 2), v_[here])
-            write_states(state, states, step)
+            write_states(state, states, scan_round)
         schedule.put(y.view(m, heads, c, dim).transpose(1, 2), out, first, last)

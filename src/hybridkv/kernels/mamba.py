@@ -76,8 +76,8 @@ def _long(
     groups, s = b.shape[1:]
     state = schedule.src.read(states).float()  # [spans, H, P, S]
     tokens = schedule.chunk_tokens
-    for steps in schedule.blocks(tokens * heads * p * 4):
-        first, last = steps[0].first, steps[-1].last
+    for rounds in schedule.blocks(tokens * heads * p * 4):
+        first, last = rounds[0].first, rounds[-1].last
         m = last - first
         x_, dt_, g_, b_, c_ = (schedule.take(t, first, last) for t in (x, dt, g, b, c))
         mask = schedule.mask[first:last].unsqueeze(-1)
@@ -91,17 +91,17 @@ def _long(
         per_group = (m, groups, heads // groups, tokens, -1)
         writers = (values * until.exp()).view(per_group).transpose(2, 3).reshape(m * groups, tokens, -1)
         since = since.exp()
-        for step in steps:
-            here = slice(step.first - first, step.last - first)
+        for scan_round in rounds:
+            here = slice(scan_round.first - first, scan_round.last - first)
             of = slice(here.start * groups, here.stop * groups)
-            now = state[: step.num_states]
-            rows = now.view(step.num_states * groups, -1, s)  # states of one group's heads, one after another
-            read = torch.bmm(c_[of], rows.transpose(1, 2)).view(step.num_states, groups, tokens, -1, p)
-            read = read.transpose(2, 3).reshape(step.num_states, heads, tokens, p)
+            now = state[: scan_round.num_states]
+            rows = now.view(scan_round.num_states * groups, -1, s)  # states of one group's heads, one after another
+            read = torch.bmm(c_[of], rows.transpose(1, 2)).view(scan_round.num_states, groups, tokens, -1, p)
+            read = read.transpose(2, 3).reshape(scan_round.num_states, heads, tokens, p)
             y[here].addcmul_(read, since.view(m, heads, tokens, 1)[here])
             now.mul_(since.view(m, heads, tokens, 1)[here, :, -1:])
             rows.baddbmm_(writers[of].transpose(1, 2), b_[of])
-            write_states(state, states, step)
+            write_states(state, states, scan_round)
         schedule.put(y.transpose(1, 2), out, first, last)
 
 
@@ -158,10 +158,10 @@ def _long1(
     max_spans = max(1, block_bytes(x.device) // (a.numel() * tokens * 4))
     # Made once: fresh memory of this size is dear on a CPU.
     decays, afters = state.new_empty(2, min(max_spans, len(state)), tokens, *a.shape)
-    for step in schedule.steps:
-        for first in range(0, step.num_states, max_spans):
-            before = state[first : min(first + max_spans, step.num_states)]
-            chunks = (step.first + first, step.first + first + len(before))
+    for scan_round in schedule.rounds:
+        for first in range(0, scan_round.num_states, max_spans):
+            before = state[first : min(first + max_spans, scan_round.num_states)]
+            chunks = (scan_round.first + first, scan_round.first + first + len(before))
             x_, dt_, b_, c_ = (schedule.take(t, *chunks) for t in (x, dt, b, c))
             dt_ = dt_ * schedule.mask[slice(*chunks)].unsqueeze(-1)
             decay, after = decays[: len(before)], afters[: len(before)]  # [spans, tokens, Ch, S]
@@ -172,4 +172,4 @@ def _long1(
                 last = now.addcmul_(last, factor)
             before.copy_(last)
             schedule.put(torch.matmul(after, c_.unsqueeze(-1)).squeeze(-1), out, *chunks)
-        write_states(state, states, step)
+        write_states(state, states, scan_round)

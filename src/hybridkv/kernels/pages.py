@@ -1,4 +1,4 @@
-"""Pages by number, on the device and on the host: reading and writing them. `PADDED` among them is passed over."""
+"""Pages by number, on the device and on the host: reading and writing them. `PADDED` numbers are passed over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridkv.kernels.spans import PADDED
 
 
-class Pages:
+class PageNumbers:
     __slots__ = ("is_padded", "on_device", "on_host")
 
     def __init__(self, on_device: Tensor, on_host: list[int]) -> None:

@@ -16,7 +16,7 @@ from hybridkv.cache import Segment
 from hybridkv.kernels.chunks import Schedule, make_schedule
 from hybridkv.kernels.edges import Edges, make_edges
 from hybridkv.kernels.longs import LongSpan, RowSegment
-from hybridkv.kernels.pages import Pages, blank
+from hybridkv.kernels.pages import PageNumbers, blank
 from hybridkv.kernels.spans import PADDED, Span
 from hybridkv.memory import Column, Uploader
 
@@ -26,8 +26,8 @@ class Ones(NamedTuple):
 
     rows: Tensor | None
     """[n]: their tokens in the packed row; None: the whole row, in order."""
-    src: Pages
-    dst: Pages
+    src: PageNumbers
+    dst: PageNumbers
 
     def take(self, x: Tensor) -> Tensor:
         """Their tokens. x: [N, ...] -> [n, ...]"""
@@ -136,7 +136,7 @@ def make_segment_table(
     if one_rows:
         is_whole_row = len(one_rows) == len(spans)
         rows_there = None if is_whole_row else sent["rows"]
-        ones = Ones(rows_there, Pages(sent["src"], src_pages), Pages(sent["dst"], dst_pages))
+        ones = Ones(rows_there, PageNumbers(sent["src"], src_pages), PageNumbers(sent["dst"], dst_pages))
     padded = uploader.flags(f"{name}.padded", sent["padded"]) if is_padded else None
     return SegmentTable(ones, longs, padded, uploader, name)
 

@@ -157,7 +157,7 @@ def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) ->
     """Put the step's tokens in their pages, all but padding. view: [P, T, H, D], values: [N, H, D]."""
     if table.padded is None:
         view[table.pages, table.offsets] = values.to(view.dtype)
-    else:  # as in `Pages.write_together`: zeros in the null page, which has no others
+    else:  # as in `PageNumbers.write_together`: zeros in the null page, which has no others
         values = blank(values.to(view.dtype, copy=True), table.padded)
         view[table.pages.clamp(min=0), table.offsets.clamp(min=0)] = values
 

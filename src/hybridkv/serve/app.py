@@ -16,7 +16,7 @@ from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.failures import answer_failures, failure
-from hybridkv.serve.front import Front
+from hybridkv.serve.middleware import Front
 from hybridkv.serve.replies import (
     ChatReply,
     CompletionReply,

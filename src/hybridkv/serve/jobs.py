@@ -32,18 +32,18 @@ class ClientGone(Exception):  # noqa: N818 - no error of ours
 class Ticket:
     """A request's place in the queue, from its arrival to its first token."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self._is_waiting = True
 
     def called(self) -> None:
         """It waits no longer; may be said twice."""
         if self._is_waiting:
             self._is_waiting = False
-            self._gate.num_waiting -= 1
+            self._admission.num_waiting -= 1
 
 
-class Gate:
+class Admission:
     """Lets so many requests wait for their first token, and no more."""
 
     def __init__(self, max_waiting: int) -> None:
@@ -59,7 +59,7 @@ class Gate:
         return Ticket(self)
 
 
-class Job(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts that are answered together, and how."""
 
     prompts: Sequence[Prompt]

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from hybridkv.cache import CacheStats
 from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
-from hybridkv.serve.jobs import Gate
+from hybridkv.serve.jobs import Admission
 from hybridkv.store import StoreStats
 from hybridkv.stream import StreamStats
 
@@ -70,9 +70,9 @@ _STORE_COUNTERS = {
 class Metrics:
     """What `/metrics` tells."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine, admission: Admission) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, gate))
+        self._registry.register(_EngineCollector(engine, admission))
         self._requests = self._counter("requests", "Requests for text by how they ended", ["outcome"])
         self._replies = self._counter("replies", "Replies by why they ended; n for each prompt", ["finish_reason"])
         self._reply_tokens = self._histogram("reply_tokens", "Tokens of a reply", _TOKENS)
@@ -117,15 +117,15 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine when it is asked."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine, admission: Admission) -> None:
         self._engine = engine
-        self._gate = gate
+        self._admission = admission
 
     def describe(self) -> list[Metric]:
         return []  # what there is depends on the model: it is found out when it is collected
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("server_waiting_requests", "Requests without a first token, all told", self._gate.num_waiting)
+        yield _gauge("server_waiting_requests", "Requests without a first token, all told", self._admission.num_waiting)
         try:
             stats = self._engine.stats()
         except EngineError:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.serve.dialects import ChatDialect, CompletionDialect, Dialect, TokenTexts
 from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
-from hybridkv.serve.jobs import Gate, Job, while_connected
+from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
 from hybridkv.serve.metrics import Metrics
+from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat, TokenTexts
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.streams import DONE, EventStream
@@ -36,8 +36,8 @@ class Service:
         self.engine = engine
         self.model_name = model_name
         self.root = root
-        self.gate = Gate(max_waiting)
-        self.metrics = Metrics(engine, self.gate)
+        self.admission = Admission(max_waiting)
+        self.metrics = Metrics(engine, self.admission)
         self._texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
         self._tokenizing = Tokenizing(engine)
@@ -79,24 +79,24 @@ class Service:
         """A reply, or a stream that has yet to begin."""
         self.check_model(body.model)
         params = body.params()
-        ticket = self.gate.enter()
+        ticket = self.admission.enter()
         try:
             asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
-            job = Job(asked.prompts, params, body.cache_salt or "", ticket)
+            batch = PromptBatch(asked.prompts, params, body.cache_salt or "", ticket)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
-            dialect = speak(
+            reply_format = speak(
                 self.model_name, self._texts, n=params.n, with_ids=bool(body.return_token_ids), echoes=asked.echoes
             )
             if body.stream:
-                return EventStream(self._events(request, job, dialect, body.wants_usage), on_end=ticket.called)
-            results = await while_connected(request.receive, job.results(self.engine))
+                return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.called)
+            results = await while_connected(request.receive, batch.results(self.engine))
         except BaseException:
             ticket.called()
             raise
         self._note(request, results)
-        return Response(dialect.whole(results).model_dump_json(), media_type="application/json")
+        return Response(reply_format.whole(results).model_dump_json(), media_type="application/json")
 
     def _check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
         try:
@@ -105,23 +105,25 @@ class Service:
             raise TooLongError(str(error), field) from error
         self.engine.check(prompt, params)
 
-    async def _events(self, request: Request, job: Job, dialect: Dialect, wants_usage: bool) -> AsyncGenerator[str]:
+    async def _events(
+        self, request: Request, batch: PromptBatch, reply_format: ReplyFormat, wants_usage: bool
+    ) -> AsyncGenerator[str]:
         """A stream's events. Once it has begun its status is sent: what goes wrong is told in an event."""
         results: dict[int, Result] = {}
         try:
-            async with aclosing(job.updates(self.engine)) as updates:
+            async with aclosing(batch.updates(self.engine)) as updates:
                 async for number, update in updates:
                     if update.result is not None:
                         results[number] = update.result
                     if update.finish_reason not in (None, "stop", "length"):
                         continue  # told below, once its error is known
-                    for piece in dialect.pieces(number, update):
+                    for piece in reply_format.pieces(number, update):
                         yield piece.model_dump_json()
             ordered = [results[number] for number in sorted(results)]
             self._note(request, ordered)
-            dialect.choices(ordered)
+            reply_format.choices(ordered)
             if wants_usage:
-                yield dialect.usage_piece(ordered).model_dump_json()
+                yield reply_format.usage_piece(ordered).model_dump_json()
         except HybridKVError as error:
             request.state.outcome = "failed"
             yield error_body(status_of(error), str(error))

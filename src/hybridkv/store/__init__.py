@@ -6,7 +6,7 @@ from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
 from hybridkv.store.memory import MemoryStore
 from hybridkv.store.names import ObjectName
-from hybridkv.store.objects import Header, Row
+from hybridkv.store.objects import Header, StoredRow
 from hybridkv.store.store import Leftovers, Reader, Store, Stored, StoreStats, Writer
 from hybridkv.store.tiers.store import Tier, TieredStore, WritePolicy
 from hybridkv.store.urls import inspect_store, open_store
@@ -22,13 +22,13 @@ __all__ = [
     "MissingObject",
     "ObjectName",
     "Reader",
-    "Row",
     "Store",
     "StoreError",
     "StoreFault",
     "StoreInputError",
     "StoreStats",
     "Stored",
+    "StoredRow",
     "Tier",
     "TieredStore",
     "WritePolicy",

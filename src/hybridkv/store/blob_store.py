@@ -16,7 +16,7 @@ from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
 from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName, check_group, check_namespace
-from hybridkv.store.objects import Header, Layout, Row, encode_header, layout
+from hybridkv.store.objects import Header, Layout, StoredRow, encode_header, layout
 from hybridkv.store.shared_handle import SharedHandle
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 from hybridkv.units import format_bytes
@@ -181,7 +181,7 @@ class BlobReader(Reader):
         with self._store.counters as stats:
             stats.read_bytes += entry.nbytes
 
-    def _read(self, entry: Row, views: Sequence[memoryview]) -> None:
+    def _read(self, entry: StoredRow, views: Sequence[memoryview]) -> None:
         digest, offset = xxh3_64(), entry.offset
         for piece, wanted in pieces(views, entry.nbytes, self._blob.piece_bytes):
             found = self._blob.read_at(offset, piece, wanted)
@@ -239,7 +239,7 @@ class BlobWriter(Writer):
             self.abort()
             raise StoreInputError(f"{self._name}: commit without rows {missing[:8]}; nothing is kept")
         rows = [
-            Row(offset, nbytes, self._checksums[row])
+            StoredRow(offset, nbytes, self._checksums[row])
             for row, (offset, nbytes) in enumerate(zip(self._where.offsets, self._row_bytes, strict=True))
         ]
         header = encode_header(Header(self._name, self._value, self._position, tuple(rows)))

@@ -32,7 +32,7 @@ _CHECKSUM = struct.Struct("<Q")
 MOST_HEADER_BYTES = _START.size + _FIELDS.size + MOST_GROUP_LETTERS + MOST_ROWS * _ROW.size + _CHECKSUM.size
 
 
-class Row(NamedTuple):
+class StoredRow(NamedTuple):
     offset: int
     nbytes: int
     checksum: int
@@ -46,7 +46,7 @@ class Header(NamedTuple):
     """Compute that it saves, per byte."""
     position: int
     """Tokens before its end."""
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +136,7 @@ def _decode(name: ObjectName, raw: bytes) -> Header:
         raise CorruptObject(f"{name}: another object lies under this name")
     if not math.isfinite(value) or value < 0:
         raise CorruptObject(f"{name}: a value of {value}")
-    rows = tuple(Row(*fields) for fields in _ROW.iter_unpack(raw[begin + letters : -_CHECKSUM.size]))
+    rows = tuple(StoredRow(*fields) for fields in _ROW.iter_unpack(raw[begin + letters : -_CHECKSUM.size]))
     try:
         offsets = layout(name.group, [row.nbytes for row in rows]).offsets
     except StoreError as error:

@@ -54,7 +54,7 @@ class TokenTexts:
         return text
 
 
-class Dialect(ABC):
+class ReplyFormat(ABC):
     """How one request is answered."""
 
     prefix: str
@@ -99,7 +99,7 @@ class Dialect(ABC):
         ]
 
 
-class CompletionDialect(Dialect):
+class CompletionDialect(ReplyFormat):
     """`/v1/completions`."""
 
     prefix = "cmpl"
@@ -165,7 +165,7 @@ class CompletionDialect(Dialect):
         )
 
 
-class ChatDialect(Dialect):
+class ChatDialect(ReplyFormat):
     """`/v1/chat/completions`."""
 
     prefix = "chatcmpl"

@@ -10,8 +10,8 @@ from hybridkv.cache.pages import NULL_PAGE, make_pages
 from hybridkv.cache.placement import Placement
 
 
-class Steps:
-    """Steps of the leases of one `Placement`."""
+class StepEnd:
+    """Ends steps of the leases of one `Placement`."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement

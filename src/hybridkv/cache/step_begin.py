@@ -1,4 +1,4 @@
-"""Sending a step of a lease off: making room, and the tables that say which pages it reads and writes."""
+"""A step begins: room for it, and the tables that say which pages it reads and writes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _EVICTIONS_FOR_CHECKPOINTS = 8
 """What may go for the sake of new checkpoints inside a step; they must not empty the cache."""
 
 
-class Sending:
-    """Steps that leave, of the leases of one `Placement`."""
+class StepBegin:
+    """Begins steps of the leases of one `Placement`."""
 
     def __init__(self, placement: Placement, reclaimer: Reclaimer) -> None:
         self.placement = placement

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hybridkv.engine.params import SamplingParams
 
 
-class RowState:
+class SamplingState:
     """One sequence: its parameters, its output, and the tokens that its penalties look at.
 
     ends: the tokens that end it, banned until `min_tokens` are there.
