@@ -208,6 +208,33 @@ def test_a_conversation_is_counted_turn_by_turn() -> None:
     assert [(group[:2], age) for group, age in policy.reused] == [((0, 0), 1), ((0, 1), 1)]
 
 
+def test_a_fork_is_the_same_turn_and_counts_nothing_twice() -> None:
+    policy = Recorder()
+    cache = sim(FULL, STATE, num_slabs=100, policy=policy)
+    cache.serve(tokens(41))
+    lease = cache.cache.begin(tokens(41) + tokens(20, 1))
+    twins = cache.cache.fork(lease, 1)
+    assert isinstance(twins, list)
+    assert lease.lineage.turn == twins[0].lineage.turn == 1
+    assert lease.lineage.continued_from == twins[0].lineage.continued_from == lease.computed > 0
+    assert cache.compute(lease)
+    assert cache.compute(twins[0])
+    assert len(policy.reused) == 1
+
+
+def test_a_lease_that_ended_holds_no_pages() -> None:
+    cache = sim(FULL, STATE, num_slabs=100)
+    lease = cache.cache.begin(tokens(41))
+    assert cache.compute(lease)
+    assert lease.pages.tables
+    assert lease.pages.slabs
+    cache.cache.release(lease)
+    assert not lease.pages.tables
+    assert not lease.pages.named_tables
+    assert not lease.pages.states
+    assert not lease.pages.slabs
+
+
 def test_a_state_that_went_while_its_blocks_stayed_is_missed_too() -> None:
     policy = Recorder()
     cache = sim(FULL, STATE, num_slabs=100, policy=policy)
