@@ -44,7 +44,7 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 
 setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C
 
-.compiled/.ready: pyproject.toml build_hook.py Makefile src/hybridkv/sight.py $(wildcard src/hybridkv/cache/*.py) | .venv/.ready
+.compiled/.ready: pyproject.toml build_hook.py Makefile src/hybridkv/sight.py $(wildcard src/hybridkv/cache/*.py src/hybridkv/cache/*/*.py) | .venv/.ready
 	rm -rf .compiled
 	HYBRIDKV_COMPILE=1 $(BIN)/python $(PIP_INSTALL) --no-deps --target .compiled .
 	touch $@

@@ -41,14 +41,14 @@ class CompileCore(BuildHookInterface[Any]):
         shutil.copytree(Path(self.root, "src/hybridkv"), copy / "hybridkv")
         (copy / "hybridkv/__init__.py").write_text("")  # it leads to the engine, and that to torch
         (copy / "setup.py").write_text(SETUP)
-        sources = [copy / "hybridkv/sight.py", *(copy / "hybridkv/cache").glob("[!_]*.py")]
+        sources = [copy / "hybridkv/sight.py", *(copy / "hybridkv/cache").rglob("[!_]*.py")]
         modules = sorted(path.relative_to(copy) for path in sources)
         command = [sys.executable, "setup.py", "build_ext", "--inplace", *map(str, modules)]
         done = subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             shutil.rmtree(copy)
             raise RuntimeError(f"the cache core could not be compiled; without {ASK} it need not be:\n{done.stdout}")
-        for built in (*copy.glob("*.so"), *copy.glob("hybridkv/*.so"), *copy.glob("hybridkv/cache/*.so")):
+        for built in copy.rglob("*.so"):
             build_data["force_include"][str(built)] = str(built.relative_to(copy))
         build_data["pure_python"], build_data["infer_tag"] = False, True
 

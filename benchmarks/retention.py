@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.cache import Cache, CacheLayout, Candidate, NoRoom, Rating
-from hybridkv.cache.eviction_log import EvictionLog
-from hybridkv.cache.policy import EvictionPolicy, LeastRecentlyUsed, Numbers, RecencyAndFlops
-from hybridkv.cache.reuse import PredictedReuse
+from hybridkv.cache.retention.eviction_log import EvictionLog
+from hybridkv.cache.retention.policy import EvictionPolicy, LeastRecentlyUsed, Numbers, RecencyAndFlops
+from hybridkv.cache.retention.reuse import PredictedReuse
 from hybridkv.models import compute_of, load_model
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.replay import load_trace

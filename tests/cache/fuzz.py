@@ -26,10 +26,10 @@ from hybridkv.cache import (
     Role,
     lookup_key,
 )
-from hybridkv.cache.index import State
-from hybridkv.cache.lease import InFlight
-from hybridkv.cache.policy import PromptEndBranchesGrid
-from hybridkv.cache.running import Pinned
+from hybridkv.cache.index.tree import State
+from hybridkv.cache.retention.policy import PromptEndBranchesGrid
+from hybridkv.cache.steps.lease import InFlight
+from hybridkv.cache.steps.running import Pinned
 from hybridkv.cache.tokens import pack_tokens
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value

@@ -25,7 +25,7 @@ from hybridkv.cache import (
     StepTables,
     ZeroPage,
 )
-from hybridkv.cache.index import Checkpoint, Node
+from hybridkv.cache.index.tree import Checkpoint, Node
 from hybridkv.cache.tokens import TOKEN_BYTES
 
 

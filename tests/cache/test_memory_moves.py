@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import (
-    CacheGroup,
-    CacheLayout,
-    Lease,
-    NoRoom,
-    PromptFacts,
-    Role,
-    StepTables,
-    ZeroSlab,
-    footprint,
-    lookup_key,
-)
-from hybridkv.cache.arena import Arena
-from hybridkv.cache.pages import make_pages
-from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache import CacheGroup, CacheLayout, Lease, NoRoom, PromptFacts, Role, StepTables, ZeroSlab, lookup_key
+from hybridkv.cache.arena.pages import make_pages
+from hybridkv.cache.arena.slabs import Arena
+from hybridkv.cache.retention.policy import PromptEndBranchesGrid
+from hybridkv.cache.steps import footprint
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim
 from tests.cache.test_named import tokens

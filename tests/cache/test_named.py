@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheError, CacheGroup, CacheLayout, Lease, Role, ZeroPage, lookup_key
-from hybridkv.cache.index import State
-from hybridkv.cache.policy import PromptEndBranchesGrid
+from hybridkv.cache.index.tree import State
+from hybridkv.cache.retention.policy import PromptEndBranchesGrid
 from hybridkv.errors import HybridKVError, PlanError
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan

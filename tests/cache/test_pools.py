@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from hybridkv.cache.arena import Arena
-from hybridkv.cache.pages import MANY_PAGES, make_pages
-from hybridkv.cache.pools import Slab
+from hybridkv.cache.arena.pages import MANY_PAGES, make_pages
+from hybridkv.cache.arena.pools import Slab
+from hybridkv.cache.arena.slabs import Arena
 
 
 @pytest.mark.parametrize("count", [8, MANY_PAGES, MANY_PAGES + 1, 3 * MANY_PAGES])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hybridkv.cache.index import Node, PathNode
-from hybridkv.cache.pages import make_pages
-from hybridkv.cache.resume import NO_HOLE, _first_hole, _last_hole, _start_of_holes
+from hybridkv.cache.arena.pages import make_pages
+from hybridkv.cache.index.resume import NO_HOLE, _first_hole, _last_hole, _start_of_holes
+from hybridkv.cache.index.tree import Node, PathNode
 
 
 def make_path() -> list[PathNode]:

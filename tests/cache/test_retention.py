@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Rating, Role, named_policy
-from hybridkv.cache.eviction_log import Eviction, EvictionLog
-from hybridkv.cache.index import Checkpoint
-from hybridkv.cache.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
-from hybridkv.cache.retention import default_checkpoints
-from hybridkv.cache.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
+from hybridkv.cache.index.tree import Checkpoint
+from hybridkv.cache.retention.eviction_log import Eviction, EvictionLog
+from hybridkv.cache.retention.named import default_checkpoints
+from hybridkv.cache.retention.policy import Numbers, PromptEndBranchesGrid, PromptFacts, RecencyAndFlops
+from hybridkv.cache.retention.reuse import _AGE_ENDS, _CHANCES, PredictedReuse, _age_index, worth_by_age
 from hybridkv.errors import HybridKVError
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan

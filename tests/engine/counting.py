@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import hybridkv.cache.cache
-import hybridkv.cache.lease
+import hybridkv.cache.steps.lease
 import hybridkv.engine.prompts
 import hybridkv.engine.request
 from hybridkv.cache import Cache
-from hybridkv.cache.index import Index
+from hybridkv.cache.index.tree import Index
 from hybridkv.cache.tokens import pack_tokens
 
 
@@ -38,7 +38,7 @@ def count_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["walks"] += 1
         return walk(*args)
 
-    for module in (prompts, hybridkv.engine.request, hybridkv.cache.cache, hybridkv.cache.lease):
+    for module in (prompts, hybridkv.engine.request, hybridkv.cache.cache, hybridkv.cache.steps.lease):
         monkeypatch.setattr(module, "pack_tokens", counted_pack)
     monkeypatch.setattr(prompts, "_scan", counted_scan)
     monkeypatch.setattr(Cache, "match", counted_match)

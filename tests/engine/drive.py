@@ -16,12 +16,12 @@ import torch
 from hybridkv.cache import Cache, CacheLayout, lookup_key
 from hybridkv.cache.tokens import TOKEN_BYTES
 from hybridkv.engine.core import EngineCore
-from hybridkv.engine.loading import load
+from hybridkv.engine.loading.checkpoint import load
 from hybridkv.engine.pace import Pace
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import Runner, Work
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.seams import Frame
 from hybridkv.errors import PlanError
 from hybridkv.memory import Memory

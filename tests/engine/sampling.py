@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.engine.sampler import Sampler
-from hybridkv.engine.sampling_state import SamplingState
+from hybridkv.engine.sampling.sampler import Sampler
+from hybridkv.engine.sampling.sampling_state import SamplingState
 
 VOCAB = 64
 

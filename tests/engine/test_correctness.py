@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.sampling.params import SamplingParams
 from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
 from tests.engine.zoo import FAMILIES, build, prompt
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.engine.filters import keep_likely
-from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.sampler import Sampler
-from hybridkv.engine.sampling_state import SamplingState
+from hybridkv.engine.sampling.filters import keep_likely
+from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.sampling.sampler import Sampler
+from hybridkv.engine.sampling.sampling_state import SamplingState
 from tests.engine.sampling import VOCAB, make_logits, tokens_of
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hybridkv import Engine, Prompt, SamplingParams
-from hybridkv.cache.policy import Candidate, Kind, PromptEndBranchesGrid
-from hybridkv.cache.retention import default_checkpoints, named_policy
-from hybridkv.engine.loading import load
+from hybridkv.cache.retention.named import default_checkpoints, named_policy
+from hybridkv.cache.retention.policy import Candidate, Kind, PromptEndBranchesGrid
+from hybridkv.engine.loading.checkpoint import load
 from hybridkv.models import compute_of
 from hybridkv.replay import Setting, load_trace, replay
 from tests.engine.drive import GREEDY

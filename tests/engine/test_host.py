@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridkv.engine.host import plan_no_attention
+from hybridkv.engine.loading.host import plan_no_attention
 
 
 def test_attention_that_plans_for_every_length_is_kept_out() -> None:

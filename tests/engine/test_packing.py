@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hybridkv import Engine
-from hybridkv.engine import packing
-from hybridkv.engine.packing import PackedLinear, can_pack, pack_weights
+from hybridkv.engine.loading import packing
+from hybridkv.engine.loading.packing import PackedLinear, can_pack, pack_weights
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import FAMILIES, fresh, prompt

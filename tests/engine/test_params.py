@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 
 REFUSED: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ import torch
 
 import hybridkv.engine.engine
 from hybridkv import Engine, Prompt, SamplingParams
-from hybridkv.engine.sampler import Sampled
+from hybridkv.engine.sampling.sampler import Sampled
 from hybridkv.errors import RequestError
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drive import GREEDY, Driver

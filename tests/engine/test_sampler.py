@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridkv.engine import sampler as sampler_module
-from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.sampler import Sampler
-from hybridkv.engine.sampling_state import SamplingState
+from hybridkv.engine.sampling import sampler as sampler_module
+from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.sampling.sampler import Sampler
+from hybridkv.engine.sampling.sampling_state import SamplingState
 from tests.engine.sampling import VOCAB, make_logits, tokens_of
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import RequestError
 from tests.engine.drive import GREEDY, Driver, memory_for
 from tests.engine.zoo import build, prompt

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
-from hybridkv.engine.families import SUPPORTED
+from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.runner import decoder_layers
 from hybridkv.engine.seams import ATTENTION, PagedCache, frame
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hybridkv.engine.identity import model_identity
+from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.request import Sample
 from hybridkv.engine.results import Result, Update
-from hybridkv.engine.streaming import Streaming
+from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.store import MemoryStore, Store
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.stream import Catalogue, Streamer

@@ -1,19 +1,19 @@
 """The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled when it is installed."""
 
 from hybridkv.cache import cache
+from hybridkv.cache.arena.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
+from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.cache import Cache
+from hybridkv.cache.index.leaders import Match
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
-from hybridkv.cache.leaders import Match
-from hybridkv.cache.lease import Lease
-from hybridkv.cache.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
-from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, PinnedPages, PinState
-from hybridkv.cache.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
-from hybridkv.cache.reclaim import NoRoom
-from hybridkv.cache.retention import DEFAULT_POLICY, POLICIES, named_policy
-from hybridkv.cache.room import could_fit, extend_some, longest_fit
+from hybridkv.cache.retention.named import DEFAULT_POLICY, POLICIES, named_policy
+from hybridkv.cache.retention.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
 from hybridkv.cache.stats import CacheStats, Event
-from hybridkv.cache.step_tables import Segment, StepTables
+from hybridkv.cache.steps.lease import Lease
+from hybridkv.cache.steps.reclaim import NoRoom
+from hybridkv.cache.steps.room import could_fit, extend_some, longest_fit
+from hybridkv.cache.steps.step_tables import Segment, StepTables
 from hybridkv.cache.tokens import LookupKey, lookup_key
 from hybridkv.errors import CacheError
 

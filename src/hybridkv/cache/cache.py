@@ -15,27 +15,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hybridkv.cache.compaction import Compactor
-from hybridkv.cache.group_pages import GroupPages
+from hybridkv.cache.arena.compaction import Compactor
+from hybridkv.cache.arena.group_pages import GroupPages
+from hybridkv.cache.arena.operations import Operation, OperationBatch
+from hybridkv.cache.arena.pages import NULL_PAGE
+from hybridkv.cache.index.leaders import Leaders, Match
+from hybridkv.cache.index.prefix_cache import PrefixCache
+from hybridkv.cache.index.resume import Found, Resume
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.layout import CacheLayout, Role
-from hybridkv.cache.leaders import Leaders, Match
-from hybridkv.cache.lease import InFlight, Lease
-from hybridkv.cache.operations import Operation, OperationBatch
-from hybridkv.cache.pages import NULL_PAGE
 from hybridkv.cache.pins import Pin, Pins, PinState
-from hybridkv.cache.placement import Placement
-from hybridkv.cache.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
-from hybridkv.cache.prefix_cache import PrefixCache
-from hybridkv.cache.reclaim import NoRoom, Reclaimer
-from hybridkv.cache.resume import Found, Resume
-from hybridkv.cache.retention import DEFAULT_POLICY, default_checkpoints, named_policy
-from hybridkv.cache.running import Running
+from hybridkv.cache.retention.named import DEFAULT_POLICY, default_checkpoints, named_policy
+from hybridkv.cache.retention.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
 from hybridkv.cache.stats import CacheStats, Event, Events
-from hybridkv.cache.step_begin import StepBegin
-from hybridkv.cache.step_end import StepEnd
-from hybridkv.cache.step_tables import StepTables
+from hybridkv.cache.steps.lease import InFlight, Lease
+from hybridkv.cache.steps.placement import Placement
+from hybridkv.cache.steps.reclaim import NoRoom, Reclaimer
+from hybridkv.cache.steps.running import Running
+from hybridkv.cache.steps.step_begin import StepBegin
+from hybridkv.cache.steps.step_end import StepEnd
+from hybridkv.cache.steps.step_tables import StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey, TokenIds, pack_tokens
 from hybridkv.errors import CacheError
 

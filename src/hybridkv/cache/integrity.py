@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.lease import Lease
-from hybridkv.cache.pages import NULL_PAGE, make_pages
+from hybridkv.cache.arena.pages import NULL_PAGE, make_pages
+from hybridkv.cache.index.prefix_cache import PrefixCache
+from hybridkv.cache.index.tree import Checkpoint, Node, State
 from hybridkv.cache.pins import Pins
-from hybridkv.cache.prefix_cache import PrefixCache
-from hybridkv.cache.running import Running
+from hybridkv.cache.steps.lease import Lease
+from hybridkv.cache.steps.running import Running
 
 
 def check_integrity(prefixes: PrefixCache, running: Running, pins: Pins) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hybridkv.cache.index import Checkpoint, Node, State
-from hybridkv.cache.lease import Lease
-from hybridkv.cache.pages import Pages
-from hybridkv.cache.prefix_cache import PrefixCache
+from hybridkv.cache.arena.pages import Pages
+from hybridkv.cache.index.prefix_cache import PrefixCache
+from hybridkv.cache.index.tree import Checkpoint, Node, State
+from hybridkv.cache.steps.lease import Lease
 
 BadPages = dict[int, set[int]]
 """By group: page numbers."""

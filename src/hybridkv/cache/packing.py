@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from hybridkv.cache.arena import Arena, Moved
-from hybridkv.cache.pages import in_order, make_pages
-from hybridkv.cache.pools import Pool, Slab
+from hybridkv.cache.arena.pages import in_order, make_pages
+from hybridkv.cache.arena.pools import Pool, Slab
+from hybridkv.cache.arena.slabs import Arena, Moved
 
 _Target: TypeAlias = "Slab | None"
 """A slab to gather pages in; None: one that no pool has yet."""

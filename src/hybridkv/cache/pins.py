@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from hybridkv.cache.arena import Arena
-from hybridkv.cache.compaction import Compactor
-from hybridkv.cache.index import Node, State
-from hybridkv.cache.lease import Lease
+from hybridkv.cache.arena.compaction import Compactor
+from hybridkv.cache.arena.pages import NULL_PAGE, Pages, make_pages
+from hybridkv.cache.arena.pools import Pool, Slab
+from hybridkv.cache.arena.slabs import Arena
+from hybridkv.cache.index.tree import Node, State
 from hybridkv.cache.packing import pack
-from hybridkv.cache.pages import NULL_PAGE, Pages, make_pages
-from hybridkv.cache.placement import Placement
-from hybridkv.cache.pools import Pool, Slab
+from hybridkv.cache.steps.lease import Lease
+from hybridkv.cache.steps.placement import Placement
 from hybridkv.errors import CacheError
 
 

@@ -2,12 +2,12 @@
 
 from hybridkv.engine.chat import render_chat
 from hybridkv.engine.engine import Engine
-from hybridkv.engine.families import SUPPORTED
-from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
 from hybridkv.engine.runner import LayerObserver
-from hybridkv.engine.sampler import TokenLogprobs
+from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.sampling.sampler import TokenLogprobs
 from hybridkv.engine.stats import EngineStats, MemoryUse
 from hybridkv.errors import EngineError
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hybridkv.cache import Cache, CacheLayout, named_policy
 from hybridkv.engine.core import EngineCore
-from hybridkv.engine.host import allow_many_files, keep_freed_memory, plan_no_attention
-from hybridkv.engine.loading import LoadedModel
+from hybridkv.engine.loading.checkpoint import LoadedModel
+from hybridkv.engine.loading.host import allow_many_files, keep_freed_memory, plan_no_attention
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.streaming import Streaming
+from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.errors import InputError
 from hybridkv.memory import Memory
 from hybridkv.plan import PlanOptions, make_plan

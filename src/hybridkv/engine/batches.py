@@ -10,9 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host
 from hybridkv.engine.results import Result, Update
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 
 AnyPrompt: TypeAlias = str | TokenIdList | Prompt

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
-from hybridkv.engine.families import SUPPORTED
+from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.seams.frame import current
 from hybridkv.errors import InputError
 

@@ -13,15 +13,15 @@ import torch
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
 from hybridkv.engine.limits import Limits
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
 from hybridkv.engine.runner import Runner, Work
-from hybridkv.engine.sampler import Sampled, Sampler
-from hybridkv.engine.sampling_state import SamplingState
+from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.sampling.sampler import Sampled, Sampler
+from hybridkv.engine.sampling.sampling_state import SamplingState
 from hybridkv.engine.scheduler import Scheduled, Scheduler
-from hybridkv.engine.streaming import Streaming
+from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
 from hybridkv.errors import RequestError
 

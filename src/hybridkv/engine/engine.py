@@ -19,14 +19,14 @@ from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
-from hybridkv.engine.loading import choose_device, load
+from hybridkv.engine.loading.checkpoint import choose_device, load
 from hybridkv.engine.loop import EngineLoop
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import LayerObserver
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.stats import EngineStats
-from hybridkv.engine.streaming import check_streaming
+from hybridkv.engine.streaming.store_traffic import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
 from hybridkv.renamed import refuses_old_names

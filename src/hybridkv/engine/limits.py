@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hybridkv.cache import CacheLayout, longest_fit
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Ids, Prompt
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import RequestError
 
 

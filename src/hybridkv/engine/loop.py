@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from hybridkv.engine.core import EngineCore
-from hybridkv.engine.host import flush_denormals
+from hybridkv.engine.loading.host import flush_denormals
 from hybridkv.engine.results import Update
 from hybridkv.errors import EngineError, HybridKVError, RequestError
 

@@ -6,13 +6,13 @@ import time
 
 from hybridkv.cache import Lease, LookupKey, Match
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
-from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
-from hybridkv.engine.sampler import Sampled, TokenLogprobs
-from hybridkv.engine.sampling_state import SamplingState
+from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.sampling.sampler import Sampled, TokenLogprobs
+from hybridkv.engine.sampling.sampling_state import SamplingState
+from hybridkv.engine.streaming.transfer import Stage, Transfer
 from hybridkv.engine.text import TextStream
-from hybridkv.engine.transfer import Stage, Transfer
 from hybridkv.stream import BlockKeys, Streamer
 
 

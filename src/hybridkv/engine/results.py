@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.engine.sampler import TokenLogprobs
+from hybridkv.engine.sampling.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

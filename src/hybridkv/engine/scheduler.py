@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybridkv.cache import Cache, Lease, Match, NoRoom, StepTables, extend_some
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
-from hybridkv.engine.streaming import Streaming
+from hybridkv.engine.streaming.store_traffic import Streaming
 
 _LOOK_AHEAD = 32
 """Waiting samples that are looked at in a step: does someone compute their prefix?"""

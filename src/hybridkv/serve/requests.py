@@ -9,7 +9,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hybridkv.engine import Engine, Prompt, SamplingParams
 from hybridkv.engine.batches import as_list
-from hybridkv.engine.params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKEN_ID
+from hybridkv.engine.sampling.params import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOKEN_ID,
+)
 from hybridkv.errors import RequestError
 from hybridkv.serve.messages import ChatPrompt
 from hybridkv.serve.unsupported import check_extras

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from hybridkv.cache import CacheGroup, CacheLayout, Role
-from hybridkv.cache.policy import affordable_grid
+from hybridkv.cache.retention.policy import affordable_grid
 from hybridkv.plan import GroupPlan, Plan
 from hybridkv.plan import Row as PlanRow
 from hybridkv.store import ObjectName

@@ -1,0 +1,130 @@
+"""Slabs, and the pools that own them: which pages are free, and who holds those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from hybridkv.cache.arena.pages import MANY_PAGES, Pages, as_numbers, make_pages
+
+
+class PageHolder(Protocol):
+    """Something that keeps pages: a slab knows its holders, so that moving its pages finds them."""
+
+    slabs: set[Slab]
+    """The slabs its pages are in; may also name slabs they have left."""
+
+
+class Slab:
+    """A slab, for one pool; another pool that gets the same memory makes an object of its own."""
+
+    __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "is_owned", "limbo", "pool")
+
+    def __init__(self, index: int, pool: Pool) -> None:
+        first = index * pool.pages_per_slab
+        self.index = index
+        self.pool = pool
+        self.free = make_pages(range(first + pool.pages_per_slab - 1, first - 1, -1))
+        self.free_class = 0
+        self.is_owned = False
+        """Whether its pool has it now."""
+        self.limbo = 0  # pages given back, but still under an unacknowledged operation
+        self.holders: dict[PageHolder, None] = {}
+        self._prune_at = 16
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are not free: held, or waiting for an operation."""
+        return self.pool.pages_per_slab - len(self.free)
+
+    def used_pages(self) -> Pages:
+        first = self.index * self.pool.pages_per_slab
+        free = set(self.free)
+        return make_pages(page for page in range(first, first + self.pool.pages_per_slab) if page not in free)
+
+    def add_holder(self, holder: PageHolder) -> None:
+        self.holders[holder] = None
+        holder.slabs.add(self)
+        if len(self.holders) > self._prune_at:  # forget those that have let go of everything
+            self.holders = {kept: None for kept in self.holders if self in kept.slabs}
+            self._prune_at = 2 * len(self.holders) + 16
+
+
+class Pool:
+    """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
+
+    __slots__ = ("_made", "by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
+
+    def __init__(self, name: str, pages_per_slab: int) -> None:
+        self.name = name
+        self.pages_per_slab = pages_per_slab
+        self.num_free = 0
+        """Free pages that are filed under their slabs."""
+        self.returned = make_pages()
+        """Pages given back and not yet filed: many at a time cost less."""
+        self.spare: list[Slab] = []
+        """Slabs it had last and that nobody has now: it gets them back first, and they need no zeroing."""
+        self.slabs: dict[int, Slab] = {}
+        self._made: dict[int, Slab] = {}
+        """All it ever had: memory goes to and fro between pools, and making one takes time."""
+        self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
+        self.holds = make_pages()
+        """Holds beyond the first, by page; empty unless pages are shared one by one, as those of local groups are."""
+
+    def slab_of(self, page: int) -> Slab:
+        return self.slabs[page // self.pages_per_slab]
+
+    def get_slab(self, index: int) -> Slab:
+        """The pool's object for a slab, all of it free."""
+        slab = self._made.get(index)
+        if slab is None:
+            slab = self._made[index] = Slab(index, self)
+        return slab
+
+    def file(self, slab: Slab) -> None:
+        """File a slab anew after its number of free pages changed."""
+        self.by_free[slab.free_class].pop(slab, None)
+        slab.free_class = len(slab.free).bit_length()
+        if slab.free_class:
+            self.by_free[slab.free_class][slab] = None
+
+    def share_pages(self, num_slabs: int) -> None:
+        """From now on a page may have several holders."""
+        self.holds = make_pages((0,)) * (num_slabs * self.pages_per_slab)
+
+    def add_holds(self, pages: Pages) -> None:
+        """One hold more on each of these pages, which are all different."""
+        holds = self.holds
+        if len(pages) > MANY_PAGES:
+            as_numbers(holds)[as_numbers(pages)] += 1
+            return
+        for page in pages:
+            holds[page] += 1
+
+    def drop_holds(self, pages: Pages) -> Pages:
+        """One hold less; returns the pages that nobody holds any more."""
+        if len(pages) > MANY_PAGES:
+            return self._drop_many_holds(pages)
+        holds, freed = self.holds, make_pages()
+        for page in pages:
+            if holds[page]:
+                holds[page] -= 1
+            else:
+                freed.append(page)
+        return pages if len(freed) == len(pages) else freed
+
+    def _drop_many_holds(self, pages: Pages) -> Pages:
+        numbers, holds = as_numbers(pages), as_numbers(self.holds)
+        left = holds[numbers]
+        if not left.any():
+            return pages
+        holds[numbers] = np.maximum(left - 1, 0)
+        freed = make_pages()
+        freed.frombytes(numbers[left == 0].tobytes())
+        return freed
+
+    def emptiest_first(self) -> Iterable[Slab]:
+        for filed in reversed(self.by_free):
+            yield from sorted(filed, key=lambda slab: -len(slab.free))

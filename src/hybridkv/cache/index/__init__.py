@@ -1,0 +1,1 @@
+"""What stays after a request: the radix tree, its checkpoints, and the rule that says where a request resumes."""

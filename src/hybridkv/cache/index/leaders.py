@@ -1,0 +1,82 @@
+"""Requests that compute right now what another one asks for: it had better wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from hybridkv.cache.index.resume import Found
+from hybridkv.cache.index.tree import Node, PathNode, common_blocks
+from hybridkv.cache.steps.lease import Lease
+from hybridkv.cache.tokens import TOKEN_BYTES
+
+
+class Match(NamedTuple):
+    """What the index has for some tokens, without touching it."""
+
+    num_tokens: int
+    """Where a request would resume."""
+    matched_tokens: int
+    """Full-attention KV that matches, in whole blocks."""
+    missing: str
+    leader: Lease | None
+    """A running request that computes more of the same prefix right now, or the same again for want of a state."""
+    leader_tokens: int
+    """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""
+    found: Found
+    """The place in the index: `begin` need not look for it again."""
+
+
+class Leaders:
+    """The blocks that leases compute next."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.block_bytes = block_tokens * TOKEN_BYTES
+        self._computing: dict[tuple[Node, bytes], Lease] = {}
+        """By the node a lease stands at the end of, and the block's tokens."""
+
+    def announce(self, lease: Lease) -> None:
+        """Say which block of its prompt a lease computes next, so that others with the same prefix can wait for it."""
+        self.withdraw(lease)
+        start, size = lease.leaf.end * self.block_bytes, self.block_bytes
+        if not lease.is_pin and start + size <= lease.prompt_tokens * TOKEN_BYTES:
+            lease.announced = (lease.leaf, bytes(lease.tokens[start : start + size]))
+            self._computing.setdefault(lease.announced, lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        block = lease.announced
+        if block is not None:
+            if self._computing.get(block) is lease:
+                del self._computing[block]
+            lease.announced = None
+
+    def find_leader(self, path: Sequence[PathNode], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
+        """A lease that stands where the path ends and computes what comes next in `tokens`."""
+        if not path:
+            return None, 0
+        node, num_blocks = path[-1]
+        first, size = node.end, self.block_bytes
+        if num_blocks < node.num_blocks or first >= max_blocks:
+            return None, 0
+        leader = self._computing.get((node, tokens[first * size : (first + 1) * size]))
+        if leader is None:
+            return None, 0
+        ahead = leader.tokens[first * size : leader.prompt_tokens * TOKEN_BYTES]
+        most = min(len(ahead) // size, max_blocks - first)
+        return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
+
+    def find_rebuilder(
+        self, leases: Iterable[Lease], key: bytes, tokens: bytes, max_blocks: int, position: int
+    ) -> tuple[Lease | None, int]:
+        """A lease that computes a known prefix again, for want of a state: it can leave one where the two part."""
+        best, most, size = None, position, self.block_bytes
+        for lease in leases:
+            if lease.computed < lease.prompt_tokens and lease.root_key == key and not (lease.is_pin or lease.aborted):
+                blocks = min(lease.prompt_tokens // self.block_tokens, max_blocks)
+                if not blocks or lease.tokens[:size] != tokens[:size]:
+                    continue
+                shared = common_blocks(lease.tokens, tokens, 0, blocks, size) * self.block_tokens
+                if shared > max(most, lease.computed):
+                    best, most = lease, shared
+        return best, most if best is not None else 0

@@ -1,0 +1,205 @@
+"""What stays after a request: nodes and checkpoints in the index, with the pages they hold, until they are removed.
+
+The index is the structure and `group_pages` counts references: here both change together. What may be evicted is
+offered to the eviction queue. Knows running requests only by their references on nodes and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridkv.cache.arena.group_pages import GroupPages
+from hybridkv.cache.arena.pages import NULL_PAGE
+from hybridkv.cache.index.tree import Checkpoint, Index, Node
+from hybridkv.cache.retention.eviction import EvictionQueue
+from hybridkv.cache.retention.history import History, Lineage
+from hybridkv.cache.retention.policy import EvictionPolicy
+from hybridkv.cache.stats import CacheStats, Events
+
+
+class PrefixCache:
+    """Nodes and checkpoints."""
+
+    def __init__(self, groups: GroupPages, eviction: EvictionPolicy, stats: CacheStats, events: Events) -> None:
+        layout = groups.layout
+        self.groups = groups
+        self.stats = stats
+        self.events = events
+        self.block_tokens = layout.block_tokens
+        self.needs_checkpoints = layout.needs_checkpoints
+        self.index = Index(layout.block_tokens, len(layout.token_groups))
+        self.queue = EvictionQueue(layout, eviction)
+        self.history = History(self.queue, layout.block_tokens)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def add_checkpoint(self, leaf: Node, lineage: Lineage, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
+        """Attach a checkpoint of a request to the path to its leaf; of two alike one is kept.
+
+        It takes over a hold of each state and, with `has_local`, of each page its local groups see.
+        """
+        block = checkpoint.position // self.block_tokens
+        if block:
+            node = leaf.at_block(block - 1)
+        else:
+            *_, node = leaf.path()
+        twin = node.checkpoint_at(checkpoint.position, checkpoint.tail_tokens)
+        if twin is not None and None not in twin.states:
+            self.groups.drop_states(checkpoint.states)
+            self.groups.free_tail(checkpoint)
+            twin.last_used = self.history.clock
+            self.queue.offer(twin)
+            return
+        if twin is not None:
+            self.drop_checkpoint(twin)
+        for group in () if has_local else self.groups.local:
+            first = self.groups.first_visible_block(group, checkpoint.position)
+            self.groups.hold_local(node, group, first, block)
+        node.add_checkpoint(checkpoint)
+        self.index.changed()
+        node.hold_slabs(self.groups.state_slabs(checkpoint.states))
+        checkpoint.last_used = self.history.clock
+        checkpoint.turn, checkpoint.new_tokens = lineage.turn, checkpoint.position - lineage.continued_from
+        self.stats.checkpoints_kept += 1
+        if not self.needs_checkpoints:  # it spares less than a block: the run it is on tells more
+            self.queue.offer(checkpoint)
+            return
+        self.history.kept(checkpoint)
+        before = node.checkpoint_before(checkpoint)
+        if before is not None:
+            self.history.superseded(before)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint out of the index with everything it alone holds."""
+        node = checkpoint.node
+        assert node is not None
+        node.checkpoints.remove(checkpoint)
+        self.index.changed()
+        checkpoint.node = None
+        self.queue.withdraw(checkpoint)
+        block = checkpoint.position // self.block_tokens
+        for group in self.groups.local:
+            first = self.groups.first_visible_block(group, checkpoint.position)
+            self.drop_local(node, group, first, block)
+        self.groups.drop_states(checkpoint.states)
+        self.groups.free_tail(checkpoint)
+
+    def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
+        """Drop a reference to each page of a local group in blocks [first, last) of the path to `leaf`."""
+        if self.groups.drop_local(leaf, group, first, last):
+            self.index.changed()
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def release_node(self, node: Node) -> None:
+        """A lease leaves a node."""
+        node.refs -= 1
+        if node.refs == 0:
+            node.last_used = self.history.clock
+            self.tidy(node)
+
+    def tidy(self, node: Node | None) -> None:
+        """After a node lost a lease or a child: remove it, merge it or offer it for eviction, and so on upwards."""
+        while node is not None and not node.refs and not node.gone and (node.parent is not None or node.dead):
+            if node.dead:
+                if node.children:
+                    return
+                node = self._remove(node)
+            elif len(node.children) == 1:
+                self.queue.withdraw(node)
+                self.index.absorb(node)
+                return
+            elif node.children:
+                return
+            else:
+                parent = node.parent
+                if not self.groups.full:
+                    self._cut_after_last_checkpoint(node)
+                elif node.num_blocks:
+                    self._offer_leaf(node)
+                if node.num_blocks:
+                    return
+                node = parent
+        if node is not None and node.parent is None and not node.refs:
+            self.index.drop_empty_root(node)
+
+    def all_nodes(self, leaves: Iterable[Node]) -> set[Node]:
+        """Nodes that can be found, and dead ones that leases are still on. `leaves`: of all leases."""
+        nodes = {node for root in self.index.roots.values() for node in root.subtree()}
+        for leaf in leaves:
+            for node in leaf.path():
+                nodes.add(node)
+                if node.dead:
+                    nodes.update(node.subtree())
+        return nodes
+
+    def kill(self, node: Node) -> None:
+        """A node and all below it are no longer found. Their pages are freed when no lease is left on them."""
+        if node.parent is not None and node.parent.children.get(node.first) is node:
+            self.index.unlink(node)
+            node.parent.refs += 1  # leases below still count on the path above: see _remove
+        below = list(node.subtree())
+        for dead in below:
+            if self.events.enabled and dead.num_blocks and not dead.dead:
+                self.events.removed(dead.keys)
+            dead.dead = True
+            self.queue.withdraw(dead)
+        for dead in reversed(below):
+            if not dead.refs and not dead.children:
+                self.tidy(dead)
+
+    def _remove(self, node: Node) -> Node | None:
+        """Free a dead node without leases and children; returns the node above that this concerns, if any."""
+        parent = node.parent
+        cut_off = parent is not None and parent.children.get(node.first) is not node
+        self.free_blocks(node, 0)
+        if parent is not None and cut_off:
+            parent.refs -= 1  # taken by kill
+        return parent
+
+    def free_blocks(self, node: Node, num_kept: int) -> None:
+        """Free all blocks after the first `num_kept` of a node without children, with the checkpoints there."""
+        boundary = (node.start + num_kept) * self.block_tokens
+        end_of_kept = boundary + self.block_tokens if num_kept else 0
+        for checkpoint in [c for c in node.checkpoints if c.position >= end_of_kept]:
+            self.drop_checkpoint(checkpoint)
+        if self.events.enabled and node.num_blocks > num_kept and not node.dead:
+            self.events.removed(node.keys[num_kept:])
+        if node.parent is None:
+            return
+        if not num_kept:
+            self.queue.withdraw(node)
+        lost = self.index.truncate(node, num_kept)
+        for group in (*self.groups.full, *self.groups.taps):
+            pages = lost[group]
+            if pages:
+                present = pages if group in self.groups.full else [page for page in pages if page != NULL_PAGE]
+                self.groups.arena.give_back(self.groups.token_pools[group], present)
+
+    def _cut_after_last_checkpoint(self, node: Node) -> None:
+        """Without full attention, blocks after the last checkpoint have nothing to offer."""
+        last = max((c.position // self.block_tokens for c in node.checkpoints), default=node.start)
+        if last < node.end:
+            self.free_blocks(node, max(0, last - node.start))
+
+    # --- what may be evicted ------------------------------------------------------------------------------------------
+
+    def _offer_leaf(self, node: Node) -> None:
+        if not self.needs_checkpoints:
+            self.history.kept(node)
+        elif self.num_needed(node) < node.num_blocks:
+            self.queue.offer_bare(node)
+
+    def num_needed(self, node: Node) -> int:
+        """How many blocks of a leaf its checkpoints need."""
+        if not self.needs_checkpoints or not node.checkpoints:
+            return 0
+        return max(0, node.checkpoints[-1].position // self.block_tokens - node.start)
+
+    def check_queue(self, nodes: Iterable[Node]) -> None:
+        """What may be evicted is in the queue."""
+        alive = [node for node in nodes if not node.dead]
+        leaves = [node for node in alive if node.parent is not None and not node.refs and not node.children]
+        candidates: list[Node | Checkpoint] = [node for node in leaves if self.num_needed(node) < node.num_blocks]
+        candidates += [checkpoint for node in alive for checkpoint in node.checkpoints if not checkpoint.holds]
+        self.queue.check_integrity(candidates)

@@ -1,0 +1,1 @@
+"""What is worth keeping: policies, eviction, and what both learn from requests."""

@@ -1,0 +1,185 @@
+"""What may be evicted, in the order its policy wants."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from heapq import heappop, heappush, heapreplace
+
+from hybridkv.cache.index.tree import Checkpoint, Node
+from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.retention.policy import Candidate, EvictionPolicy, Kind, Numbers, Rating
+
+Item = Node | Checkpoint
+_WEIGH_EVERY = 8
+"""Requests after which values are looked up again."""
+
+
+class _Lane:
+    """Items in order of last use. What is no longer filed here is passed over, and thrown out when it is more than
+    what is."""
+
+    def __init__(self) -> None:
+        self.num_filed = 0
+        self.value = 0.0
+        """Of the oldest, as of some requests ago."""
+        self._weighed: tuple[int, int] = (0, 0)
+        self._heap: list[tuple[int, int, Item]] = []
+
+    def file(self, item: Item) -> None:
+        self.num_filed += 1
+        heappush(self._heap, (item.last_used, item.ticket, item))
+        if len(self._heap) > 2 * self.num_filed + 16:
+            self._heap = sorted((item.last_used, item.ticket, item) for item in self.filed())
+
+    def filed(self) -> list[Item]:
+        """All, in no order."""
+        return [item for _, ticket, item in self._heap if ticket == item.ticket]
+
+    def oldest(self) -> Item | None:
+        while self._heap:
+            last_used, ticket, item = self._heap[0]
+            if ticket != item.ticket:
+                heappop(self._heap)
+            elif last_used != item.last_used:  # used since
+                heapreplace(self._heap, (item.last_used, ticket, item))
+            else:
+                return item
+        return None
+
+    def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
+        """Look up the value of the oldest, unless that was done a moment ago: values change slowly."""
+        oldest = self.oldest()
+        assert oldest is not None
+        if self._weighed != (oldest.ticket, now // _WEIGH_EVERY):
+            self.value = policy.value(key, now - oldest.last_used, oldest_age)
+            self._weighed = (oldest.ticket, now // _WEIGH_EVERY)
+
+
+class EvictionQueue:
+    """Checkpoints, and nodes where no checkpoints are needed, in lanes of equal prospects.
+
+    What is in use is taken out when its turn comes, and must be offered again when it is free. Blocks that no
+    checkpoint needs are *bare*: they can supply nothing and go before everything else.
+    """
+
+    def __init__(self, layout: CacheLayout, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._block_tokens = layout.block_tokens
+        self._checkpoint_bytes = layout.checkpoint_bytes
+        self._block_bytes = sum(group.page_bytes for group in layout.token_groups if group.role is Role.FULL)
+        self._lanes: dict[Numbers, _Lane] = {}
+        self._bare: OrderedDict[Node, None] = OrderedDict()
+        self._next_ticket = 1
+        self._known_oldest_age = 0
+        self._look_at = 0
+
+    def __len__(self) -> int:
+        return len(self._bare) + sum(lane.num_filed for lane in self._lanes.values())
+
+    def offer(self, item: Item) -> Rating:
+        """File an item by its present facts."""
+        rating, before = self.policy.rate(self._facts(item)), item.rating
+        if before is not None and before.lane == rating.lane:  # it is there; its lane sees by itself when it was used
+            item.rating = rating
+            return rating
+        self.withdraw(item)
+        item.rating, item.ticket = rating, self._next_ticket
+        self._next_ticket += 1
+        lane = self._lanes.get(rating.lane)
+        if lane is None:
+            lane = self._lanes[rating.lane] = _Lane()
+        lane.file(item)
+        return rating
+
+    def offer_bare(self, node: Node) -> None:
+        """Its last blocks are needed by no checkpoint."""
+        self._bare[node] = None
+
+    def withdraw(self, item: Item) -> None:
+        if item.rating is not None:
+            lane = self._lanes[item.rating.lane]
+            lane.num_filed -= 1
+            if not lane.num_filed:
+                del self._lanes[item.rating.lane]
+            item.rating, item.ticket = None, 0
+        if isinstance(item, Node):
+            self._bare.pop(item, None)
+
+    def pop(self, now: int) -> tuple[Item, Rating | None] | None:
+        """The item of least value that may be evicted now, as it was rated."""
+        while self._bare:
+            node, _ = self._bare.popitem(last=False)
+            if not node.gone and _may_go(node):
+                return node, None
+        while (item := self._least(now)) is not None:
+            if not _may_go(item):
+                self.withdraw(item)
+                continue
+            before, rating = item.rating, self.policy.rate(self._facts(item))
+            if before is not None and rating.lane == before.lane:
+                self.withdraw(item)
+                return item, rating
+            self.offer(item)  # it belongs elsewhere by now
+        return None
+
+    def _least(self, now: int) -> Item | None:
+        """Of the oldest of all lanes, the one of least value."""
+        best: _Lane | None = None
+        oldest_age = self._oldest_age(now)
+        for key, lane in self._lanes.items():
+            lane.weigh(key, self.policy, now, oldest_age)
+            if best is None or lane.value < best.value:
+                best = lane
+        return None if best is None else best.oldest()
+
+    def _oldest_age(self, now: int) -> int:
+        """Of all that is filed, as of some requests ago."""
+        if now >= self._look_at:
+            ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest()) is not None)
+            self._known_oldest_age, self._look_at = max(ages, default=0), now + _WEIGH_EVERY
+        return self._known_oldest_age
+
+    def check_integrity(self, candidates: Iterable[Item]) -> None:
+        """`candidates`: what may be evicted. All of it is filed, once, where its rating says."""
+        filed: Counter[Item] = Counter()
+        for key, lane in self._lanes.items():
+            items = lane.filed()
+            assert len(items) == lane.num_filed > 0
+            assert all(item.rating is not None and item.rating.lane == key for item in items)
+            assert not any(item.gone if isinstance(item, Node) else item.node is None for item in items)
+            filed.update(items)
+        assert all(count == 1 for count in filed.values())
+        for item in candidates:
+            assert item in filed or item in self._bare, "something may be evicted, but nobody will"
+
+    def _facts(self, item: Item) -> Candidate:
+        if isinstance(item, Node):
+            tokens, end = item.num_blocks * self._block_tokens, item.end * self._block_tokens
+            num_bytes = item.num_blocks * self._block_bytes
+            return Candidate(Kind.END, False, item.turn, item.new_tokens, 0, end - tokens, end, num_bytes)
+        node = item.node
+        assert node is not None
+        before = node.checkpoint_before(item)
+        start = 0 if before is None else before.position
+        num_bytes, superseded = self._checkpoint_bytes, is_superseded(item)
+        if not num_bytes:  # every block boundary can be resumed: all it has is the block begun
+            start, num_bytes = item.position // self._block_tokens * self._block_tokens, self._block_bytes
+        elif not superseded:
+            first = max(start // self._block_tokens, node.start)
+            num_bytes += (item.position // self._block_tokens - first) * self._block_bytes
+        return Candidate(
+            item.kind, superseded, item.turn, item.new_tokens, item.num_hits, start, item.position, num_bytes
+        )
+
+
+def is_superseded(checkpoint: Checkpoint) -> bool:
+    """Whether something deeper is kept on its path."""
+    node = checkpoint.node
+    return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
+
+
+def _may_go(item: Item) -> bool:
+    if isinstance(item, Checkpoint):
+        return item.node is not None and not item.holds
+    return not item.dead and not item.refs and not item.children and item.parent is not None

@@ -1,0 +1,55 @@
+"""Policies by name, and the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+
+from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.retention.policy import (
+    CheckpointPolicy,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    PromptEndBranchesGrid,
+    RecencyAndFlops,
+    affordable_grid,
+)
+from hybridkv.cache.retention.reuse import PredictedReuse
+from hybridkv.errors import InputError
+
+Flops = Callable[[int, int], float]
+"""`flops(start, end)`: FLOPs of computing these tokens of a sequence."""
+
+POLICIES: Mapping[str, Callable[[Callable[[], Flops] | None], EvictionPolicy]] = {
+    "reuse": lambda find_flops: PredictedReuse(),
+    "lru": lambda find_flops: LeastRecentlyUsed(),
+    "flops": lambda find_flops: RecencyAndFlops(None if find_flops is None else find_flops()),
+}
+DEFAULT_POLICY = "reuse"
+
+
+def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> EvictionPolicy:
+    """A new policy of that name. `find_flops`: called for a policy that weighs FLOPs; if None, that counts tokens."""
+    if name not in POLICIES:
+        close = get_close_matches(name, POLICIES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}{hint}")
+    return POLICIES[name](find_flops)
+
+
+_SPARE_GRID_TOKENS = 128
+"""Between checkpoints while most of the memory is unused: they cost nothing then but the writing of a state."""
+
+
+def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
+    """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
+    grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_spare_grid(layout))
+
+
+def _spare_grid(layout: CacheLayout) -> int:
+    """Where there is nothing but windows, checkpoints a window apart keep all its blocks, and any of them will do."""
+    local = [group.sight for group in layout.token_groups if group.role is Role.LOCAL]
+    if layout.state_groups or any(sight.window is None for sight in local):
+        return _SPARE_GRID_TOKENS
+    return max(_SPARE_GRID_TOKENS, min((sight.window or 0 for sight in local), default=0))

@@ -1,0 +1,1 @@
+"""Running requests: leases, their places and pages, and their steps."""

@@ -1,0 +1,136 @@
+"""Memory reclaim: a step that needs pages gets them by compaction and by eviction, or learns why it cannot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hybridkv.cache.arena.compaction import Compactor
+from hybridkv.cache.arena.pools import Slab
+from hybridkv.cache.index.prefix_cache import PrefixCache
+from hybridkv.cache.index.tree import Checkpoint, Node
+from hybridkv.cache.retention.eviction import is_superseded
+from hybridkv.cache.steps import footprint
+from hybridkv.cache.steps.footprint import Needs
+from hybridkv.cache.steps.running import Pinned
+
+_EVICT_AHEAD = 8
+
+
+class NoRoom(NamedTuple):
+    """Why pages could not be had. False in a condition, so that `if not (step := extend(...))` reads well."""
+
+    reason: str
+    pinned_slabs: int = 0
+    """Slabs that could have been emptied but for steps in flight and transfers."""
+    wait_for_moves: bool = False
+    """Moves are under way: run and acknowledge them, then ask again."""
+
+    never: bool = False
+    """Not even an empty arena would do: refuse the request, or extend it by less at a time."""
+    transfer_slabs: int = 0
+    """Those of `pinned_slabs` that transfers pin (`Cache.pin`): they may take seconds."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Reclaimer:
+    """Makes room in the arena."""
+
+    def __init__(self, prefixes: PrefixCache, compactor: Compactor) -> None:
+        self.prefixes = prefixes
+        self.compactor = compactor
+        self.groups = prefixes.groups
+        self.arena = prefixes.groups.arena
+        self.running = compactor.running
+        self.stats = prefixes.stats
+        self._num_ahead = min(_EVICT_AHEAD, prefixes.groups.layout.num_slabs // 32)
+
+    def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
+        """Compact and evict until `needs` fit. None: they do."""
+        if self.arena.fits(needs):
+            return None
+        if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
+            return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
+        self.groups.run_operations()  # slabs that were emptied may wait for it
+        if not self.arena.fits(needs) and self._is_in_vain(needs):
+            return self._no_room(set())
+        pinned, num_evicted = Pinned(self.running), 0
+        while not self.arena.fits(needs):
+            if self.compactor.compact(needs, pinned):
+                continue
+            if num_evicted == most_evictions or not self.evict_least(needs):
+                return self._no_room(pinned.refused)
+            num_evicted += 1
+        # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
+        for _ in range(self._num_ahead):
+            if not self.evict_least(needs):
+                break
+        return None
+
+    def _is_in_vain(self, needs: Needs) -> bool:
+        """Whether there would be no room even without anything that can be evicted."""
+        leases = self.running.leases.values()
+        for count in (footprint.at_most, footprint.at_least):  # mostly the quick one is enough to see that there would
+            if self.arena.could_ever_fit(footprint.add(needs, count(leases, self.groups))):
+                return False
+        return True
+
+    def _no_room(self, refused: set[Slab]) -> NoRoom:
+        transfers = self.running.transfer_slabs()
+        pinned = refused | transfers
+        if self.arena.has_limbo:
+            reason = "moves are under way: acknowledge them and ask again"
+        elif transfers:
+            by_steps = f"{len(pinned - transfers)} slabs are pinned by steps in flight, " if pinned > transfers else ""
+            reason = f"{by_steps}{len(transfers)} slabs are pinned by transfers: let one finish"
+        elif pinned:
+            reason = f"{len(pinned)} slabs are pinned by steps in flight: let one finish"
+        else:
+            reason = "nothing left to evict: running requests hold the rest"
+        return NoRoom(reason, len(pinned), self.arena.has_limbo, transfer_slabs=len(transfers))
+
+    # --- eviction -----------------------------------------------------------------------------------------------------
+
+    def evict_least(self, needs: Needs) -> bool:
+        """Evict the item of least value, or as much of its end as is needed; False if nothing may be evicted."""
+        history = self.prefixes.history
+        popped = self.prefixes.queue.pop(history.clock)
+        if popped is None:
+            return False
+        item, rating = popped
+        history.evicted(item, rating)
+        if isinstance(item, Checkpoint):
+            self.evict_checkpoint(item)
+        else:
+            self._evict_blocks(item, needs)
+        return True
+
+    def evict_checkpoint(self, checkpoint: Checkpoint) -> None:
+        prefixes, node = self.prefixes, checkpoint.node
+        assert node is not None
+        before = node.checkpoint_before(checkpoint)
+        prefixes.drop_checkpoint(checkpoint)
+        self.stats.checkpoints_evicted += 1
+        if before is not None and before.rating is not None and not is_superseded(before):
+            prefixes.history.deepest_again(before)
+        if prefixes.needs_checkpoints and not node.refs and not node.children:
+            prefixes.tidy(node)
+
+    def _evict_blocks(self, node: Node, needs: Needs) -> None:
+        """A slab's worth, or what the needs ask of the same pools if that is more."""
+        prefixes = self.prefixes
+        pools = [self.groups.token_pools[group] for group in self.groups.full]
+        wanted = max(max(pool.pages_per_slab, needs.get(pool, 0)) for pool in pools)
+        kept = max(prefixes.num_needed(node), node.num_blocks - wanted)
+        self.stats.blocks_evicted += node.num_blocks - kept
+        parent, last_used = node.parent, node.last_used
+        prefixes.free_blocks(node, kept)
+        if kept > prefixes.num_needed(node):
+            if prefixes.needs_checkpoints:
+                prefixes.queue.offer_bare(node)
+            else:
+                prefixes.queue.offer(node)
+        elif not kept and parent is not None:
+            parent.last_used = max(parent.last_used, last_used)
+            prefixes.tidy(parent)

@@ -1,0 +1,1 @@
+"""From a checkpoint to a model that can run."""

@@ -1,0 +1,277 @@
+"""A model, its tokenizer, and what the cache must know of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from hybridkv.engine.loading.families import check_supported
+from hybridkv.engine.loading.identity import model_identity, model_name
+from hybridkv.engine.loading.packing import can_pack, pack_weights
+from hybridkv.engine.text import Tokenizer
+from hybridkv.errors import ConfigError, HybridKVError, InputError
+from hybridkv.memory.memory import torch_dtype
+from hybridkv.models import Compute, read_compute
+from hybridkv.models.reader import open_config, read_config
+from hybridkv.spec import DType, ModelSpec
+
+_NO_LIMIT = 1 << 20
+"""Tokens of a request on models without positions; the cache's memory is what limits them."""
+
+_COMPUTES_IN = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""owner/model"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Ready to run."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer | None
+    spec: ModelSpec
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int]
+    identity: str
+    """A digest of the weights, if it was asked for; else empty."""
+
+    def compute(self) -> Compute:
+        """What its tokens cost to compute."""
+        return read_compute(_as_loaded(self.model), name=self.spec.name)
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kv_cache_dtype: str | torch.dtype | None = None,
+    state_dtype: str | torch.dtype | None = None,
+    tokenizer: str | Path | Any | None = None,
+    trust_remote_code: bool = False,
+    with_identity: bool = False,
+    is_alone: bool = False,
+) -> LoadedModel:
+    """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine.
+
+    `is_alone`: it will compute one sample at a time.
+    """
+    where = choose_device(device)
+    kv_type, state_type = _cache_dtype("kv_cache_dtype", kv_cache_dtype), _cache_dtype("state_dtype", state_dtype)
+    _check_tokenizer(tokenizer)
+    path = None if isinstance(model, PreTrainedModel) else model
+    if isinstance(model, PreTrainedModel):
+        loaded = model
+        _check_config(model.config, type(model).__name__)
+        if dtype != "auto":
+            loaded = loaded.to(_weights_dtype(dtype))
+    else:
+        _check_path(model)
+        loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
+    loaded = loaded.to(where).eval()
+    identity = model_identity(loaded) if with_identity else ""  # before weights are packed
+    if path is not None and can_pack(loaded, is_alone=is_alone):
+        pack_weights(loaded)
+    spec = read_config(
+        _as_loaded(loaded),
+        name=model_name(loaded, path),
+        kv_cache_dtype=kv_type,
+        state_dtype=state_type,
+        source="a model in memory" if path is None else str(path),
+    )
+    text = loaded.config.get_text_config(decoder=True)
+    found = _tokenizer(tokenizer or path, trust_remote_code, must_exist=tokenizer is not None)
+    return LoadedModel(
+        model=loaded,
+        tokenizer=found,
+        spec=spec,
+        device=where,
+        vocab_size=int(loaded.get_input_embeddings().num_embeddings),
+        max_model_len=_max_model_len(text),
+        eos_ids=_eos_ids(loaded, found),
+        identity=identity,
+    )
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """ "auto": a GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"unknown device {str(device)!r}: write cpu, cuda, cuda:1 or auto") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InputError(f"device {str(device)!r}: models run on cpu or cuda; write one of them, or auto")
+    num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
+        raise InputError(f"device {str(device)!r}: this machine has {num_gpus} usable GPUs; choose another, or cpu")
+    return chosen
+
+
+def _check_path(model: str | Path) -> None:
+    """Refuse what cannot be a model at once: transformers would ask the hub for it, again and again."""
+    way_out = "name a directory that a transformers model was saved to"
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(f"a model of type {type(model).__name__}: {way_out}, or pass such a model")
+    if not str(model) or not Path(model).is_dir():
+        if isinstance(model, str) and _HUB_NAME.fullmatch(model):
+            return
+        raise ConfigError(f"no directory {str(model)!r}: {way_out}")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{str(model)!r} has no config.json: {way_out}")
+
+
+def _weights_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    names = ", ".join(one.value for one in _COMPUTES_IN)
+    refusal = InputError(f"the engine cannot compute in {str(dtype)!r}: choose auto, {names}")
+    try:
+        parsed = DType.parse(str(dtype))
+    except HybridKVError:
+        raise refusal from None
+    if parsed not in _COMPUTES_IN:
+        raise refusal
+    return torch_dtype(parsed)
+
+
+def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
+    if dtype is None:
+        return None
+    parsed = DType.parse(str(dtype))
+    if not torch_dtype(parsed).is_floating_point:
+        raise InputError(f"{name} {str(dtype)!r}: what is cached would be cut to whole numbers; choose a floating type")
+    return parsed
+
+
+def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _check_config(config, path)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=wanted,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
+        )
+    except HybridKVError:
+        raise
+    except SafetensorError as error:
+        raise ConfigError(f"cannot load {path!r}: {_damaged(path)}: {_first_line(error)}; get it again") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        way_out = "name a directory a transformers model was saved to"
+        raise ConfigError(f"cannot load {path!r}: {_first_line(error)}; {way_out}") from error
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise ConfigError(
+            f"cannot load {path!r}: {len(mismatched)} weights do not fit its config.json, such as {name} of "
+            f"{list(found)} instead of {list(expected)}; get both from one place"
+        )
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+def _damaged(path: str) -> str:
+    """The file that cannot be read: the error does not say."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return f"{file.name} is cut off or damaged"
+    return "a file of weights is cut off or damaged"
+
+
+def _max_model_len(text: PretrainedConfig) -> int:
+    """Tokens that the model has positions for.
+
+    "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache
+    do not turn again, so requests end there.
+    """
+    limits = [getattr(text, "max_position_embeddings", None) or _NO_LIMIT]
+    stated = getattr(text, "rope_parameters", None) or {}
+    for rope in [stated, *(one for one in stated.values() if isinstance(one, dict))]:  # one for all, or by layer type
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return int(min(limits))
+
+
+def _check_config(config: PretrainedConfig, name: str) -> None:
+    check_supported(open_config(_plain(config.to_dict()), name).model_type, name)
+
+
+def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:
+    """The config, with the dtype that the weights really have."""
+    config = _plain(model.config.to_dict())
+    dtype = str(model.dtype).removeprefix("torch.")
+    config["dtype"] = dtype
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"]["dtype"] = dtype
+    return config
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without torch's own types."""
+    return {
+        key: _plain(value) if isinstance(value, dict) else str(value) if isinstance(value, torch.dtype) else value
+        for key, value in config.items()
+    }
+
+
+def _check_tokenizer(tokenizer: str | Path | Any | None) -> None:
+    """Refuse what cannot be a tokenizer before a model is loaded."""
+    if isinstance(tokenizer, (str, Path)):
+        if not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
+            raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
+    elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(f"a tokenizer of type {type(tokenizer).__name__}: pass a directory, or a tokenizer")
+
+
+def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must_exist: bool) -> Any | None:
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    try:
+        found: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
+    except Exception as error:  # the parser of tokenizer.json raises nothing narrower
+        absent = isinstance(error, (OSError, ValueError, KeyError)) and not any(Path(tokenizer).glob("tokenizer*"))
+        if must_exist or not absent:
+            way_out = "name a directory a tokenizer was saved to"
+            raise ConfigError(
+                f"cannot load the tokenizer {str(tokenizer)!r}: {_first_line(error)}; {way_out}"
+            ) from error
+        return None  # token ids in, token ids out
+    if len(found) <= len(set(found.all_special_ids)):  # what transformers makes of a directory without one
+        if must_exist:
+            raise ConfigError(f"{str(tokenizer)!r} has no vocabulary: name a directory a tokenizer was saved to")
+        return None
+    return found
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    stated = [
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(model.config.get_text_config(decoder=True), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
+    ids: set[int] = set()
+    for one in stated:
+        ids.update(one if isinstance(one, (list, tuple)) else [] if one is None else [one])
+    return frozenset(ids)

@@ -1,0 +1,177 @@
+"""Logits into tokens, for a batch of rows that each have their own parameters. No scheduler, no text, no pages.
+
+    logits ─► penalties ─► bias, early ends banned ─► greedy: argmax
+                                                  └─► temperature ─► min-p, top-k, top-p ─► draw
+    logits ─► log_softmax ─► logprobs: of the model's distribution, before anything above
+
+A draw is a race: every token gets an exponential random number, the largest p / Exp(1) wins. Scores are only compared,
+no probabilities are added up: a row's draw does not depend on the other rows. The random numbers of a seeded row come
+from a generator that is seeded for every token (see `SamplingState.draw_seed`); the same seed gives the same numbers on
+the same kind of device, not on another kind. Rows without a seed share one generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridkv.engine.sampling.filters import keep_likely
+from hybridkv.engine.sampling.sampling_state import SamplingState
+
+FINEST = 2**-25
+"""Half the step of uniform float32 numbers."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Of the model's own distribution."""
+
+    chosen: float
+    top: dict[int, float]
+    """The likeliest tokens, best first, as many as were asked for."""
+
+
+class Sampled(NamedTuple):
+    """What became of one row."""
+
+    token: int
+    """-1 with an error."""
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Why there is no token: this row failed, the others did not."""
+
+
+class Sampler:
+    """Samples on one device. Keeps nothing about rows between calls."""
+
+    def __init__(self, device: torch.device | str = "cpu", seed: int | None = None) -> None:
+        self.device = torch.device(device)
+        self._shared = torch.Generator(self.device)
+        self._seeded = torch.Generator(self.device)
+        if seed is None:
+            self._shared.seed()
+        else:
+            self._shared.manual_seed(seed)
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingState]) -> list[Sampled]:
+        """One token for each row. Changes neither the logits nor the rows."""
+        # logits: [R, V]
+        if logits.ndim != 2 or logits.shape[0] != len(rows):
+            raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: pass one row of logits each")
+        if not rows:
+            return []
+        if all(row.plain_greedy for row in rows):
+            return _results(_best(logits), logits, {})
+        scores = _adjusted(logits, rows)
+        tokens = _best(scores)
+        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            picked = torch.tensor(drawn).to(logits.device)
+            winners = self._draw(scores[picked], [rows[index] for index in drawn])
+            tokens[picked] = torch.where(tokens[picked] < 0, -1, winners)
+        return _results(tokens, logits, _logprobs(logits, tokens, rows))
+
+    def _draw(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+        # scores: [S, V] -> [S]
+        params = [row.params for row in rows]
+        temperature = torch.tensor([p.temperature for p in params], dtype=scores.dtype).to(scores.device)
+        # The largest becomes 0, so that a small temperature costs no precision.
+        scores -= scores.amax(dim=-1, keepdim=True)
+        scores /= temperature[:, None]
+        scores = keep_likely(scores, params)
+        # argmax p / noise = argmax log p - log noise
+        return scores.sub_(self._noise(scores, rows).log_()).argmax(dim=-1)
+
+    def _noise(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+        """Exponential random numbers, one for each token of each row.
+
+        Made of uniform ones: on a CPU `exponential_` takes seven times as long. Neither 0 nor infinity may come out:
+        they would win or lose against everything, tokens that were filtered out included.
+        """
+        noise = torch.empty_like(scores)
+        seeds = [row.draw_seed() for row in rows]
+        if None in seeds:  # all at once: seeded rows are drawn over
+            noise.uniform_(generator=self._shared)
+        for index, seed in enumerate(seeds):
+            if seed is not None:
+                noise[index].uniform_(generator=self._seeded.manual_seed(seed))
+        return noise.clamp_min_(FINEST).log_().neg_().clamp_min_(FINEST)
+
+
+def _best(scores: Tensor) -> Tensor:
+    """The argmax of each row, -1 where the maximum is no number: NaN wins over everything, and so does infinity."""
+    # scores: [R, V] -> [R]
+    values, tokens = scores.max(dim=-1)
+    return tokens.masked_fill_(~values.isfinite(), -1)
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """A float32 copy with penalties and biases. Only the tokens concerned are touched."""
+    # logits: [R, V] -> [R, V]
+    scores = logits.to(torch.float32, copy=True)
+    penalised = [index for index, row in enumerate(rows) if row.params.needs_penalties]
+    if penalised:
+        _penalise(scores, penalised, [rows[index] for index in penalised])
+    edits = [(index, token, value) for index, row in enumerate(rows) for token, value in row.edits().items()]
+    if edits:
+        at, tokens, values = zip(*edits, strict=True)
+        where, inside = _places(np.array(at), np.array(tokens), scores)
+        scores[where] += torch.from_numpy(np.array(values, dtype=np.float32)[inside]).to(scores.device)
+    return scores
+
+
+def _penalise(scores: Tensor, at: Sequence[int], rows: Sequence[SamplingState]) -> None:
+    lengths = [len(row.seen) for row in rows]
+    where, inside = _places(np.repeat(at, lengths), np.concatenate([row.seen for row in rows]), scores)
+    counts = np.concatenate([row.counts for row in rows])
+    p = [row.params for row in rows]
+    repetition = np.repeat(np.array([x.repetition_penalty for x in p], dtype=np.float32), lengths)
+    # Presence and frequency are of the output: a token of the prompt alone has a count of 0.
+    presence = np.repeat([x.presence_penalty for x in p], lengths) * (counts > 0)
+    frequency = np.repeat([x.frequency_penalty for x in p], lengths) * counts
+    packed = np.stack((repetition, (presence + frequency).astype(np.float32)))[:, inside]
+    factor, offset = torch.from_numpy(packed).to(scores.device)
+    values = scores[where]
+    scores[where] = torch.where(values > 0, values / factor, values * factor) - offset
+
+
+def _places(rows: np.ndarray, tokens: np.ndarray, scores: Tensor) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
+    """(row, token) as an index into scores, and which of them are inside: prompts may hold ids that have no logit."""
+    inside = tokens < scores.shape[1]
+    packed = torch.from_numpy(np.stack((rows, tokens))[:, inside]).to(scores.device)
+    return (packed[0], packed[1]), inside
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> dict[int, TokenLogprobs]:
+    wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+    if not wanted:
+        return {}
+    at = torch.tensor(list(wanted)).to(logits.device)
+    logprobs = logits[at].float().log_softmax(dim=-1)  # [L, V]
+    chosen = logprobs.gather(1, tokens[at].clamp_min(0)[:, None])
+    top = logprobs.topk(min(max(wanted.values()), logits.shape[1]), dim=-1)
+    values = torch.cat((chosen, top.values), dim=1).tolist()
+    ids = top.indices.tolist()
+    return {
+        index: TokenLogprobs(row_values[0], dict(zip(row_ids[:k], row_values[1 : k + 1], strict=True)))
+        for (index, k), row_values, row_ids in zip(wanted.items(), values, ids, strict=True)
+    }
+
+
+def _results(tokens: Tensor, logits: Tensor, logprobs: dict[int, TokenLogprobs]) -> list[Sampled]:
+    """The batch on the host: for rows that asked for no logprobs, this is the one transfer."""
+    return [
+        Sampled(token, logprobs.get(index)) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
+        for index, token in enumerate(tokens.tolist())
+    ]
+
+
+def _reason(logits: Tensor) -> str:
+    # logits: [V]
+    bad = int((logits.isnan() | (logits == torch.inf)).sum())
+    if bad:
+        return f"{bad} of {len(logits)} logits are NaN or infinite: the model's output is unusable at this position"
+    return "every token is banned: allow some by logit_bias, min_tokens or the ids that end the reply"

@@ -1,0 +1,275 @@
+"""Requests and stores: how much each request loads before it computes, what its steps leave, what a failed load means.
+
+A load is a step of its own, carried out by a store instead of the model (asynchronous), or the first part of a step
+that computes the rest, whose layers wait for their rows (layerwise):
+
+    auto        layerwise if nobody else would wait with it, or not for long; asynchronous otherwise
+    async       asynchronous always
+    layerwise   layerwise always
+
+A load that fails, hangs or is aborted costs its request nothing but time: the request goes back to where it stood, or
+to the last block that came whole, and computes the rest. Its pages can be used again at once, also while a read hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hybridkv.cache import Cache, Lease, NoRoom, StepTables
+from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.engine.request import Sample
+from hybridkv.engine.seams import Frame
+from hybridkv.engine.streaming.page_requests import load_request, reply_request, step_progress, step_request
+from hybridkv.engine.streaming.transfer import Stage, Transfer
+from hybridkv.errors import InputError, RequestError
+from hybridkv.stream import DumpPoint, DumpRule, Load, Outgoing, StepTransfers, Streamer
+
+STREAM_MODES = ("auto", "async", "layerwise")
+_LONG_WAIT_S = 2.0
+"""For a layerwise load while no other request runs. One may arrive, and would wait with it."""
+_SHORT_WAIT_S = 0.005
+"""For a layerwise load that other requests wait with."""
+
+
+def check_streaming(mode: str, load_timeout_s: float, *, has_store: bool) -> None:
+    if mode not in STREAM_MODES:
+        raise InputError(f"stream {mode!r}: choose {', '.join(STREAM_MODES)}")
+    if mode != "auto" and not has_store:
+        raise InputError(
+            f"stream {mode!r} without a store: there is nothing to load from; name a store, or leave it out"
+        )
+    if not isinstance(load_timeout_s, (int, float)) or not load_timeout_s > 0:
+        raise InputError(f"load_timeout_s {load_timeout_s!r}: a load needs some time; leave it out for a default")
+
+
+class Streaming:
+    """Between one scheduler's samples and one streamer."""
+
+    def __init__(self, streamer: Streamer, cache: Cache, mode: str = "auto") -> None:
+        self.streamer = streamer
+        self.mode = mode
+        self._cache = cache
+        self._rule = DumpRule(streamer.catalogue)
+        self._loading: list[Sample] = []
+        """Samples whose load is a step of its own."""
+        self._step: StepTransfers | None = None
+        """From the first sample that is scheduled to load in it, or from `begin_step`, to `end_step`."""
+        self._begun: Sequence[tuple[Sample, StepTables]] | None = None
+        """What `begin_step` was told of it."""
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is loaded: beside the present step, or for it."""
+        return bool(self._loading or (self._step is not None and self._step.loads))
+
+    # --- before a request starts --------------------------------------------------------------------------------------
+
+    def is_ready(self, sample: Sample) -> bool:
+        """Whether it is known what the store has for a waiting sample. The first call asks the store."""
+        if sample.transfer is None:
+            sample.transfer = self._ask(sample)
+        transfer = sample.transfer
+        if transfer.stage is not Stage.ASKED:
+            return True
+        assert transfer.fetch is not None
+        if transfer.fetch.is_late:
+            self.streamer.stats.slow_lookups += 1
+            transfer.end()
+            return True
+        return transfer.fetch.is_answered
+
+    def _ask(self, sample: Sample) -> Transfer:
+        match, tokens = sample.match, sample.tokens
+        assert match is not None
+        limit = len(tokens) // TOKEN_BYTES - 1
+        return Transfer(self.streamer.find(sample.keys(self.streamer), tokens, match.num_tokens, limit))
+
+    def started(self, sample: Sample, *, is_alone: bool) -> None:
+        """A sample has a lease now: begin to load, or note how far its first step loads."""
+        transfer, lease = sample.transfer, sample.lease
+        assert lease is not None
+        if transfer is None or transfer.stage is not Stage.ASKED:
+            return
+        assert transfer.fetch is not None
+        self.streamer.stats.failed_lookups += transfer.fetch.has_failed
+        if transfer.fetch.position <= lease.computed:
+            transfer.end()
+            return
+        self.streamer.stats.found += 1
+        transfer.found(transfer.fetch.position)
+        if not self._is_layerwise(lease.computed, transfer.position, is_alone):
+            self._load_alone(sample, lease, transfer)
+
+    def _is_layerwise(self, start: int, end: int, is_alone: bool) -> bool:
+        """Whether layers wait for rows. The whole batch waits with them, and so do requests that arrive meanwhile."""
+        if self.mode != "auto":
+            return self.mode == "layerwise"
+        seconds = self.streamer.mover.predicted_seconds(start, end)
+        if seconds is None:
+            return is_alone
+        return seconds < (_LONG_WAIT_S if is_alone else _SHORT_WAIT_S)
+
+    def _load_alone(self, sample: Sample, lease: Lease, transfer: Transfer) -> None:
+        count = transfer.position - lease.computed
+        tables = self._cache.extend(lease, count, num_loaded=count)
+        if isinstance(tables, NoRoom):
+            transfer.end()
+            return
+        load = self._load(sample, lease, tables)
+        transfer.begin(Stage.LOADING, lease, load)
+        self._loading.append(sample)
+
+    def _load(self, sample: Sample, lease: Lease, tables: StepTables) -> Load:
+        request = load_request(tables)
+        ends = self.streamer.catalogue.load_ends(request.start, request.end)
+        return self.streamer.mover.load(request, sample.keys(self.streamer).at(ends, lease.tokens))
+
+    def extend(self, sample: Sample, num_tokens: int) -> StepTables | None:
+        """A step of up to `num_tokens` computed tokens, after those that are loaded first.
+
+        None: there is no room for both. It loads by itself then, or not at all if there is no room for that either.
+        """
+        lease, transfer = sample.lease, sample.transfer
+        assert lease is not None
+        assert transfer is not None
+        num_loaded = transfer.position - lease.computed
+        count = num_loaded + min(num_tokens, lease.num_tokens - transfer.position)
+        tables = self._cache.extend(lease, count, num_loaded=num_loaded)
+        if isinstance(tables, NoRoom):
+            self._load_alone(sample, lease, transfer)
+            return None
+        load = self._load(sample, lease, tables)
+        transfer.begin(Stage.IN_STEP, lease, load)
+        self._open_step().loads[sample] = load
+        return tables
+
+    # --- loads that are steps of their own ----------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Commit the loads that have come, have failed or are late."""
+        for sample in list(self._loading):
+            load = _load_of(sample)
+            load.expire()
+            if load.is_over:
+                self._end_load(sample)
+
+    def abandon(self, sample: Sample) -> None:
+        """A sample has ended while its lease was in flight: end its load, so that the pages are free."""
+        if sample in self._loading:
+            _load_of(sample).give_up("aborted", RequestError("the request was aborted"))
+            self._end_load(sample)
+
+    def _end_load(self, sample: Sample) -> None:
+        self._loading.remove(sample)
+        self.streamer.ended(_load_of(sample), "async")
+        self._commit(sample)
+        assert sample.transfer is not None
+        sample.transfer.end()
+
+    def _commit(self, sample: Sample) -> None:
+        """Take what was loaded whole."""
+        transfer = sample.transfer
+        assert transfer is not None
+        assert transfer.lease is not None
+        position = self._cache.commit(transfer.lease, _load_of(sample).num_good)
+        if sample.lease is transfer.lease:
+            sample.loaded(position)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, scheduled: Sequence[tuple[Sample, StepTables]]) -> None:
+        """A step is about to run: collect what its layers leave.
+
+        A second call with the same step changes nothing. A call with another one, although the first never ran,
+        discards what the first would have left, and counts it.
+        """
+        step = self._open_step()
+        if scheduled == self._begun:
+            return
+        step.publish()
+        self._begun = scheduled
+        for sample, tables in scheduled:
+            for one in self._dump_step(sample, tables):
+                step.add(sample, one)
+
+    def _dump_step(self, sample: Sample, tables: StepTables) -> list[Outgoing]:
+        lease = sample.lease
+        assert lease is not None
+        points = self._rule.of_step(step_progress(sample, lease, tables))
+        if not points:
+            return []
+        return self.streamer.mover.dump(step_request(tables), points, self._keys_at(points, sample, lease))
+
+    def dump_reply(self, sample: Sample) -> None:
+        """A sample has ended by itself: store what its steps have left out."""
+        lease = sample.lease
+        if lease is None or lease.in_flight or lease.leaf.dead:
+            return
+        points = self._rule.of_reply(lease.computed)
+        if points:
+            self.streamer.mover.dump_now(reply_request(lease), points, self._keys_at(points, sample, lease))
+
+    def _keys_at(self, points: Sequence[DumpPoint], sample: Sample, lease: Lease) -> dict[int, bytes]:
+        return sample.keys(self.streamer).at([point.end for point in points], lease.tokens)
+
+    def before_layer(self, layer: int, frame: Frame) -> None:
+        if self._step is not None:
+            self._step.before_layer(layer)
+
+    def after_layer(self, layer: int, frame: Frame, hidden: torch.Tensor) -> None:
+        if self._step is not None:
+            self._step.after_layer(layer)
+
+    def ran(self) -> None:
+        """All layers have run, or one has failed. A second call does nothing."""
+        if self._step is not None and not self._step.has_run:
+            self._step.finish()
+            self.streamer.stats.wait_seconds += self._step.wait_seconds
+            self.streamer.mover.settle()
+
+    def has_failed(self, sample: Sample) -> bool:
+        """Whether what the step computed for a sample does not count, since its load has failed."""
+        return self._is_in_step(sample) and _load_of(sample).failure is not None
+
+    def discard(self, sample: Sample) -> None:
+        """Take back the step of a sample whose load has failed, but for the tokens that were loaded whole."""
+        self._commit(sample)
+
+    def judge(self, sample: Sample, counts: bool) -> None:
+        """What a sample's step has left is published, or not, when the step has been committed for everyone."""
+        assert self._step is not None
+        if self._is_in_step(sample):
+            sample.loaded(_load_of(sample).end)
+        self._step.judge(sample, counts)
+
+    def end_step(self) -> None:
+        """The step is over for everyone in it. A sample that was not judged has failed."""
+        step, self._step, self._begun = self._step, None, None
+        if step is None:
+            return
+        for sample, load in step.loads.items():
+            assert isinstance(sample, Sample)
+            assert sample.transfer is not None
+            self.streamer.ended(load, "layerwise")
+            sample.transfer.end()
+        step.publish()
+
+    def _open_step(self) -> StepTransfers:
+        if self._step is None:
+            self._step = self.streamer.mover.step()
+        return self._step
+
+    def _is_in_step(self, sample: Sample) -> bool:
+        return self._step is not None and sample in self._step.loads
+
+
+def _load_of(sample: Sample) -> Load:
+    assert sample.transfer is not None
+    assert sample.transfer.load is not None
+    return sample.transfer.load
