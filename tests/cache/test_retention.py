@@ -63,20 +63,20 @@ def test_the_worth_of_waiting_is_the_best_ratio_of_reuses_to_time() -> None:
 
 def test_what_went_on_before_is_expected_to_go_on() -> None:
     policy = PredictedReuse()
-    groups = [policy.rate(end_of(turn)).group for turn in range(6)]
+    groups = [policy.rate(end_of(turn)).cohort for turn in range(6)]
     assert [policy.chance(group) for group in groups] == pytest.approx([(1 + t) / (4 + t) for t in range(6)])
 
 
 def test_chances_are_learned_and_forgotten() -> None:
     policy = PredictedReuse()
-    short, long = policy.rate(end_of(1, 100)).group, policy.rate(end_of(1, 9000)).group
+    short, long = policy.rate(end_of(1, 100)).cohort, policy.rate(end_of(1, 9000)).group
     for _ in range(300):
         policy.learn_kept(short, 1)
         policy.learn_kept(long, 1)
         policy.learn_reused(short, 10)
     assert policy.chance(short) > 0.9
     assert policy.chance(long) < 0.1
-    unseen = policy.rate(end_of(1, 3000)).group
+    unseen = policy.rate(end_of(1, 3000)).cohort
     assert 0.4 < policy.chance(unseen) < 0.6  # what all of this turn do
     for _ in range(20_000):
         policy.learn_kept(long, 1)
@@ -271,7 +271,7 @@ def test_what_loses_its_successor_is_an_end_again() -> None:
     deepest = node.checkpoints[-1]
     assert deepest.is_news
     assert deepest.rating is not None
-    assert deepest.rating.group[0] == 0
+    assert deepest.rating.cohort[0] == 0
     cache.cache.check_integrity()
 
 

@@ -15,7 +15,7 @@ class Eviction(NamedTuple):
     position: int
     turn: int
     """Of a request that would have continued it."""
-    group: Numbers
+    cohort: Numbers
     """Its prospects, as the eviction policy saw them."""
     last_used: int
     is_superseded: bool

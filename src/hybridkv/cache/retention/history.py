@@ -24,7 +24,7 @@ class Lineage:
         self.continued_from = 0
         """The position at which the last of them ended."""
         self.lessons: list[tuple[Numbers, int]] = []
-        """What it reuses, for the eviction policy: group and age. Told when it has computed something."""
+        """What it reuses, for the eviction policy: cohort and age. Told when it has computed something."""
         self.resumed_from: Checkpoint | None = None
         self.has_recalled = False
         """It asked for something that was evicted, and that has been counted."""
@@ -51,7 +51,7 @@ class History:
 
     def kept(self, item: Item) -> None:
         """Something new may be reused, or evicted."""
-        self._policy.learn_kept(self._queue.offer(item).group, 1)
+        self._policy.learn_kept(self._queue.offer(item).cohort, 1)
 
     def superseded(self, checkpoint: Checkpoint) -> None:
         """Something deeper is kept now on its path."""
@@ -59,7 +59,7 @@ class History:
         if before is None or not checkpoint.is_news:
             return
         if not checkpoint.num_hits:  # by its own request, before anyone else could use it
-            self._policy.learn_kept(before.group, -1)
+            self._policy.learn_kept(before.cohort, -1)
         self.kept(checkpoint)
         checkpoint.is_news = False
 
@@ -95,8 +95,8 @@ class History:
 
     def confirm(self, lineage: Lineage) -> None:
         """The request has computed something: what it reuses counts."""
-        for group, age in lineage.lessons:
-            self._policy.learn_reused(group, age)
+        for cohort, age in lineage.lessons:
+            self._policy.learn_reused(cohort, age)
         lineage.lessons = []
         checkpoint, lineage.resumed_from = lineage.resumed_from, None
         if checkpoint is not None:
@@ -104,14 +104,14 @@ class History:
             checkpoint.is_news = True
 
     def _note(self, lineage: Lineage, rating: Rating | None, last_used: int) -> None:
-        if rating is not None and rating.group:
-            lineage.lessons.append((rating.group, self.clock - last_used))
+        if rating is not None and rating.cohort:
+            lineage.lessons.append((rating.cohort, self.clock - last_used))
 
     # --- evicted ------------------------------------------------------------------------------------------------------
 
     def evicted(self, item: Item, rating: Rating | None) -> None:
         """Keep the name of what is about to go, with how it was rated."""
-        if rating is None or not rating.group:
+        if rating is None or not rating.cohort:
             return
         if isinstance(item, Node):
             node, position, turn, superseded = item, item.end * self._block_tokens, item.turn + 1, False
@@ -121,7 +121,7 @@ class History:
             turn, superseded = item.turn + item.num_hits + 1, is_superseded(item)
         block = position // self._block_tokens - 1 - node.start
         if 0 <= block < node.num_blocks:
-            self.log.remember(node.keys[block], Eviction(position, turn, rating.group, item.last_used, superseded))
+            self.log.remember(node.keys[block], Eviction(position, turn, rating.cohort, item.last_used, superseded))
 
     def recall(self, lineage: Lineage, keys: Sequence[bytes]) -> None:
         """A request asks for blocks by these names: did something that was evicted end at one of them?
@@ -132,7 +132,7 @@ class History:
         if eviction is None or eviction.position <= lineage.continued_from:
             return
         if not lineage.has_recalled:
-            self._policy.learn_reused(eviction.group, self.clock - eviction.last_used)
+            self._policy.learn_reused(eviction.cohort, self.clock - eviction.last_used)
             lineage.has_recalled = True
         if not eviction.is_superseded:
             lineage.turn, lineage.continued_from = eviction.turn, eviction.position

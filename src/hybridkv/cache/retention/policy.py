@@ -72,7 +72,7 @@ class Rating(NamedTuple):
 
     lane: Numbers
     """Of two candidates in one lane the older goes first."""
-    group: Numbers = ()
+    cohort: Numbers = ()
     """Candidates with the same prospects, for policies that learn; empty for those that do not."""
 
 
@@ -87,12 +87,12 @@ class EvictionPolicy(Protocol):
         """Lowest goes first. `oldest_age`: of all candidates."""
         ...
 
-    def learn_kept(self, group: Numbers, count: int) -> None:
-        """`count` more of a group are there to be reused (fewer, if negative)."""
+    def learn_kept(self, cohort: Numbers, count: int) -> None:
+        """`count` more of a cohort are there to be reused (fewer, if negative)."""
         ...
 
-    def learn_reused(self, group: Numbers, age: int) -> None:
-        """One of a group was asked for, whether it was still there or not."""
+    def learn_reused(self, cohort: Numbers, age: int) -> None:
+        """One of a cohort was asked for, whether it was still there or not."""
         ...
 
 
@@ -105,10 +105,10 @@ class LeastRecentlyUsed:
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
         return -age
 
-    def learn_kept(self, group: Numbers, count: int) -> None:
+    def learn_kept(self, cohort: Numbers, count: int) -> None:
         """Learns nothing."""
 
-    def learn_reused(self, group: Numbers, age: int) -> None:
+    def learn_reused(self, cohort: Numbers, age: int) -> None:
         """Learns nothing."""
 
 

@@ -31,7 +31,7 @@ _AGE_WIDTHS = np.diff(np.array(_AGE_ENDS), prepend=0.0)
 _CHANCES = [0.005, 0.01, 0.02, 0.04, 0.08, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
 _BETWEEN_CHANCES = [(a + b) / 2 for a, b in pairwise(_CHANCES)]
 _PRIOR_WEIGHT = 20.0
-"""How many of a group must have been seen until they count as much as what was assumed before."""
+"""How many of a cohort must have been seen until they count as much as what was assumed before."""
 _LEARN_EVERY = 256
 """Things kept until the tables are made anew."""
 _FORGET_AFTER = 1 << 14
@@ -50,58 +50,58 @@ class PredictedReuse:
         """Reuses by age, of ends and of what is superseded."""
         self._worth: list[list[list[float]]] = []
         self._levels: dict[Numbers, int] = {}
-        """The chance of each group, as the number of a chance."""
+        """The chance of each cohort, as the number of a chance."""
         self._num_kept = 0
         self._learn()
 
     def rate(self, candidate: Candidate) -> Rating:
         if candidate.is_superseded:
-            group: Numbers = (1, candidate.kind, min(candidate.num_hits, 3))
+            cohort: Numbers = (1, candidate.kind, min(candidate.num_hits, 3))
         else:
             turn = min(candidate.turn + candidate.num_hits, 5)
-            group = (0, turn, min(max(candidate.new_tokens.bit_length(), 9), 15))
-        level = self._levels.get(group)
+            cohort = (0, turn, min(max(candidate.new_tokens.bit_length(), 9), 15))
+        level = self._levels.get(cohort)
         if level is None:
-            level = self._levels[group] = bisect_left(_BETWEEN_CHANCES, self.chance(group))
+            level = self._levels[cohort] = bisect_left(_BETWEEN_CHANCES, self.chance(cohort))
         tokens_per_byte = max(1, candidate.end - candidate.start) / max(1, candidate.num_bytes)
-        return Rating((group[0], level, round(2 * log2(tokens_per_byte))), group)
+        return Rating((cohort[0], level, round(2 * log2(tokens_per_byte))), cohort)
 
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
         is_superseded, chance, density = lane
         return self._worth[is_superseded][chance][_age_index(age)] * float(2.0 ** (density / 2))
 
-    def learn_kept(self, group: Numbers, count: int) -> None:
-        self._count(self._kept, group, count)
+    def learn_kept(self, cohort: Numbers, count: int) -> None:
+        self._count(self._kept, cohort, count)
         self._num_kept += count
         if self._num_kept % _LEARN_EVERY == 0:
             self._learn()
         if self._num_kept >= _FORGET_AFTER:
             self._forget()
 
-    def learn_reused(self, group: Numbers, age: int) -> None:
-        self._count(self._reused, group, 1)
-        self._ages[group[0]][_age_index(age)] += 1
+    def learn_reused(self, cohort: Numbers, age: int) -> None:
+        self._count(self._reused, cohort, 1)
+        self._ages[cohort[0]][_age_index(age)] += 1
 
-    def chance(self, group: Numbers) -> float:
-        """That something of a group is reused at all."""
-        is_superseded, sort, hits = group
+    def chance(self, cohort: Numbers) -> float:
+        """That something of a cohort is reused at all."""
+        is_superseded, sort, hits = cohort
         if is_superseded:
             first = _FIRST_CHANCE[Kind(sort)]
-            return self._update(first if sort == Kind.END else (first + hits) / (1 + hits), group)
-        return self._update(self._update((1 + sort) / (4 + sort), group[:2]), group)
+            return self._update(first if sort == Kind.END else (first + hits) / (1 + hits), cohort)
+        return self._update(self._update((1 + sort) / (4 + sort), cohort[:2]), cohort)
 
-    def _update(self, assumed: float, group: Numbers) -> float:
-        return (self._reused[group] + _PRIOR_WEIGHT * assumed) / (max(0, self._kept[group]) + _PRIOR_WEIGHT)
+    def _update(self, assumed: float, cohort: Numbers) -> float:
+        return (self._reused[cohort] + _PRIOR_WEIGHT * assumed) / (max(0, self._kept[cohort]) + _PRIOR_WEIGHT)
 
-    def _count(self, counts: defaultdict[Numbers, int], group: Numbers, count: int) -> None:
-        counts[group] += count
-        counts[group[:2]] += count
+    def _count(self, counts: defaultdict[Numbers, int], cohort: Numbers, count: int) -> None:
+        counts[cohort] += count
+        counts[cohort[:2]] += count
 
     def _forget(self) -> None:
         self._num_kept = 0
         for counts in (self._kept, self._reused):
-            for group in counts:
-                counts[group] //= 2
+            for cohort in counts:
+                counts[cohort] //= 2
         for ages in self._ages:
             ages *= 0.5
             ages += 0.5
