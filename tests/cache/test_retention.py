@@ -69,7 +69,7 @@ def test_what_went_on_before_is_expected_to_go_on() -> None:
 
 def test_chances_are_learned_and_forgotten() -> None:
     policy = PredictedReuse()
-    short, long = policy.rate(end_of(1, 100)).cohort, policy.rate(end_of(1, 9000)).group
+    short, long = policy.rate(end_of(1, 100)).cohort, policy.rate(end_of(1, 9000)).cohort
     for _ in range(300):
         policy.learn_kept(short, 1)
         policy.learn_kept(long, 1)
