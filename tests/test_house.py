@@ -19,6 +19,7 @@ FLOORS = [
     "errors",
     "renamed",
     "units",
+    "workers",
     "sight",
     "spec",
     "models",
