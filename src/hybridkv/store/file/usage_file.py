@@ -112,7 +112,7 @@ class UsageFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _check_place(self) -> None:
-        """Raise _Gone if the path leads to another file: other processes lock that one, so our lock excludes nobody."""
+        """Raise _Gone if the path leads to another file: other processes lock that one, so our lock has no effect."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
