@@ -1,4 +1,4 @@
-"""Objects of cache rows outside the arena: in memory, on disk. Knows bytes and names; no tensors, no requests."""
+"""Stores of cache rows outside the arena: in memory, on disk. They know bytes and names; no tensors, no requests."""
 
 from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError
 from hybridkv.store.file.blobs import FileStore

@@ -1,4 +1,4 @@
-"""A store made of any backend's blobs: headers, rows and checksums are dealt with here, once for all of them."""
+"""A store on top of any backend's blobs. Headers, rows and checksums are handled here, once for all backends."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ logger = logging.getLogger("hybridkv.store")
 
 
 class BlobStore(Store):
-    """Counts what happens, and deletes what is corrupt."""
+    """Keeps counters, and deletes corrupt objects."""
 
     keeps_corrupt = False
-    """For tools that only look."""
+    """True for inspection tools: corrupt objects are not deleted."""
 
     def __init__(self, blobs: Blobs) -> None:
         self.blobs = blobs
         self.counters = Counters()
         self._usage = Usage(0, 0)
-        """As last known."""
+        """Last known usage; returned while the backend fails."""
         self._is_too_small = False
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -137,19 +137,19 @@ class BlobStore(Store):
         self.blobs.close()
 
     def drop_corrupt(self, name: ObjectName, error: CorruptObject) -> None:
-        """Found missing from now on; where even that fails, it is found corrupt again."""
+        """Count and delete a corrupt object. If the deletion fails, the next read finds it corrupt again."""
         with self.counters as stats:
             stats.corrupt += 1
             count = stats.corrupt
         if self.keeps_corrupt:
             return
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a disk that goes bad has thousands
+        if count & (count - 1) == 0:  # log the 1st, 2nd, 4th, 8th ...: a failing disk has thousands
             logger.warning("%s; it is deleted (corrupt objects so far: %d)", error, count)
         with suppress(StoreFault), self.counters.faults():
             self.blobs.delete([name])
 
     def _with_header(self, stored: Stored) -> Stored:
-        """As it is where the header cannot be read: a listing is no check."""
+        """Add value and position. An entry whose header is missing or corrupt is returned as it is."""
         try:
             blob = self.blobs.open(stored.name)
             try:

@@ -1,6 +1,7 @@
-"""What a backend has to offer so that `BlobStore` makes a store of it: bytes by name, nothing about their meaning.
+"""Backend interface: bytes by name, nothing about their meaning. `BlobStore` turns a backend into a store.
 
-Objects become visible at once and whole. No rename, no append: object stores and key-value servers have neither.
+Blobs become visible atomically. The interface has no rename and no append: object stores and key-value servers have
+neither.
 """
 
 from __future__ import annotations
@@ -20,63 +21,63 @@ class Usage(NamedTuple):
 
 
 class Blob(ABC):
-    """Bytes under a name, open for reading."""
+    """One blob, open for reading."""
 
     nbytes: int
     piece_bytes: int = 1 << 62
-    """Read at most so much at once: where reading is a copy, checksums are faster on bytes still in the CPU's cache."""
+    """Largest read. Backends that copy set it small, so that checksums find the bytes still in the CPU's cache."""
 
     @abstractmethod
     def read_at(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> int:
-        """Fill the buffers, which take `nbytes`; fewer only where the blob ends. Raises StoreFault."""
+        """Fill the buffers, which hold `nbytes`. Returns fewer only at the blob's end. Raises StoreFault."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class PendingBlob(ABC):
-    """Bytes on their way in, of a size known from the start."""
+    """A blob that is being written. Its size is known from the start."""
 
     @abstractmethod
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Runs of bytes that do not overlap, in any order, from any thread. Raises StoreFault."""
+        """Write ranges that do not overlap, in any order, from any thread. Raises StoreFault."""
 
     @abstractmethod
     def publish(self) -> bool:
-        """Make it visible. False: the name is taken by now, and this one is discarded. Raises StoreFault."""
+        """Make the blob visible. False: the name exists by now, and this blob is discarded. Raises StoreFault."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Leave nothing. Never raises: what cannot be removed is left to `collect`."""
+        """Remove the blob. Never raises: bytes that cannot be removed are left to `collect`."""
 
 
 class Blobs(ABC):
-    """All blobs of one backend. `evicted` and `dropped` count what had to go and what found no room."""
+    """All blobs of one backend. `evicted` counts evicted blobs, `dropped` those that found no room."""
 
     size: int = 1 << 62
-    """At most so many bytes."""
+    """Size limit in bytes."""
     evicted: int = 0
     dropped: int = 0
     on_evict: Callable[[ObjectName, Blob], None] | None = None
-    """Gets each blob that is evicted, open, and closes it."""
+    """Called with each evicted blob, opened for reading. It must close the blob."""
 
     @abstractmethod
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]: ...
 
     @abstractmethod
     def open(self, name: ObjectName) -> Blob:
-        """Raises MissingObject or StoreFault."""
+        """Open a blob. Raises MissingObject or StoreFault."""
 
     @abstractmethod
     def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
-        """None: it is there already, or finds no room even after evicting others."""
+        """Begin to write a blob. None: it exists already, or there is no room even after eviction."""
 
     @abstractmethod
     def delete(self, names: Sequence[ObjectName]) -> int: ...
 
     @abstractmethod
     def objects(self, namespace: str | None, group: str | None) -> Iterator[Stored]:
-        """Value and position only where they take no read."""
+        """List blobs, with value and position only if that takes no read."""
 
     @abstractmethod
     def touch(self, names: Sequence[ObjectName]) -> None: ...
@@ -101,7 +102,7 @@ class Blobs(ABC):
 
 
 def header_of(name: ObjectName, blob: Blob) -> Header:
-    """The header of the object that a blob is; raises CorruptObject if it is none."""
+    """Read the header of a blob. Raises CorruptObject if the blob is not a valid object."""
 
     def read(offset: int, length: int) -> bytes:
         raw = bytearray(length)

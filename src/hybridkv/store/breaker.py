@@ -1,4 +1,4 @@
-"""Whether something that failed may be tried again yet."""
+"""Circuit breaker with exponential backoff."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("hybridkv.store")
 
 
 class Breaker:
-    """Well, resting, or on trial. Says so in the log once when it fails and once when it is back."""
+    """Closed (well), open (resting) or half-open (on trial). Logs one line when it opens and one when it closes."""
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
         self._what = what
@@ -23,7 +23,7 @@ class Breaker:
         self._on_trial = False
         self._failed_at = 0.0
         self._reach = 0
-        """How far a call must get to show that all is well."""
+        """Stage that a trial call must reach to close the breaker: the latest stage that failed."""
         self._rest = _FIRST_REST_S
         self._until = 0.0
 
@@ -32,7 +32,7 @@ class Breaker:
         return not self._well and not self._on_trial
 
     def admit(self) -> bool:
-        """May a new call try? After a rest one may, and if nothing comes of it, one more after as long again."""
+        """Whether a call may run. After the backoff one trial may; without a result, another after `_rest` seconds."""
         with self._lock:
             if self._well:
                 return True
@@ -51,7 +51,7 @@ class Breaker:
                 self._rest = min(2 * self._rest, _LONGEST_REST_S)
                 self._reach = max(self._reach, reach)
             else:
-                return  # a call from before: it says nothing new
+                return  # a call from before the breaker opened: nothing new
             self._well = self._on_trial = False
             self._until = self._clock() + self._rest
 

@@ -1,4 +1,4 @@
-"""Runs of bytes as lists of memoryviews: cutting, counting, copying."""
+"""Byte ranges as lists of memoryviews: splitting, counting, copying."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Buffers = Sequence[memoryview]
 
 
 def as_bytes(buffers: Buffers) -> Buffers:
-    """The same memory, seen as bytes."""
+    """The same memory as views of bytes."""
     if all(view.nbytes == len(view) for view in buffers):
         return buffers
     return [view.cast("B") for view in buffers]
@@ -21,7 +21,7 @@ def total(buffers: Buffers) -> int:
 
 
 def pieces(buffers: Buffers, nbytes: int, most: int) -> Iterator[tuple[Buffers, int]]:
-    """The buffers, of `nbytes` in all, cut into runs of at most `most` bytes; each with its length."""
+    """Split buffers of `nbytes` in total into pieces of at most `most` bytes. Yields each piece with its length."""
     if nbytes <= most:
         yield buffers, nbytes
         return
@@ -39,7 +39,7 @@ def pieces(buffers: Buffers, nbytes: int, most: int) -> Iterator[tuple[Buffers, 
 
 
 def skip(buffers: Buffers, count: int) -> list[memoryview]:
-    """What follows the first `count` bytes."""
+    """The buffers without their first `count` bytes."""
     rest = list(buffers)
     while rest and count >= len(rest[0]):
         count -= len(rest.pop(0))
@@ -49,13 +49,13 @@ def skip(buffers: Buffers, count: int) -> list[memoryview]:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Numpy lets other threads run meanwhile, memoryviews do not."""
+    """Copy with numpy, which releases the GIL; memoryview assignment does not."""
     if len(target):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def scatter(source: memoryview, buffers: Buffers) -> int:
-    """Copy as much as there is into the buffers, one after the other."""
+    """Copy `source` into the buffers, in order. Returns the number of bytes copied."""
     done = 0
     for view in buffers:
         part = source[done : done + len(view)]

@@ -28,7 +28,7 @@ class Counters:
             return replace(self._stats)
 
     def faults(self) -> _Faults:
-        """Count a fault of what is done inside, and pass it on."""
+        """Context manager that counts a StoreFault and lets it propagate."""
         return _Faults(self)
 
 

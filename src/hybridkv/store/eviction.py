@@ -1,8 +1,9 @@
-"""What goes first when a store is full.
+"""Eviction order of a full store.
 
-An object is worth keeping for what it saves per byte and the chance that it is asked for again, which falls about as
-its age grows. So objects are filed by age over value, in powers of two: the value of their group, for within a group
-depth decides. A chain's later objects are useless without the earlier ones, so the deepest go first.
+An object's benefit is the compute it saves per byte times its probability of reuse, which is roughly inversely
+proportional to its age. So objects are ranked by age divided by value, in buckets of powers of two; the largest is
+evicted first. The value is the mean of the object's group. Within a bucket the deepest objects (largest `position`) are
+evicted first: later objects of a prefix are useless without the earlier ones.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 from hybridkv.store.names import ObjectName
 
 _YOUNGEST_S = 1.0
-"""Below this all are equally young."""
+"""Smaller ages are treated as equal."""
 
 _LARGEST_VALUE = 1e300
-"""Headers may say anything; sums of larger ones overflow."""
+"""Clamp on values, which come from untrusted headers: sums of larger ones would overflow."""
 
 _MOST_TOLD_BYTES = 64 << 20
 
@@ -32,7 +33,7 @@ class Evictable(NamedTuple):
 
 
 def ranked(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
-    """Those to evict first come first."""
+    """Sort candidates in eviction order, first to evict first."""
     means = _mean_values(candidates)
 
     def key(one: Evictable) -> tuple[int, int, float, float]:
@@ -51,7 +52,7 @@ def _mean_values(candidates: Sequence[Evictable]) -> dict[tuple[str, str], float
 
 
 def chosen(order: Sequence[Evictable], nbytes: int) -> list[Evictable]:
-    """The first of them that free `nbytes` together; all, if they do not."""
+    """The shortest prefix of `order` that frees `nbytes`; all of it if that is not enough."""
     going, freed = [], 0
     for one in order:
         if freed >= nbytes:
@@ -62,9 +63,9 @@ def chosen(order: Sequence[Evictable], nbytes: int) -> list[Evictable]:
 
 
 def with_slack(excess: int, size: int, *, is_told: bool) -> int:
-    """How much to free when `excess` bytes are too many: somewhat more, so that not every object has to make room.
+    """Number of bytes to free when a store is `excess` bytes over its limit: more, so that not every write evicts.
 
-    `is_told`: someone takes what goes elsewhere, and can only take so much at once.
+    `is_told`: evicted objects go to an eviction hook, which takes a limited number of bytes at once.
     """
     slack = min(size // 64, _MOST_TOLD_BYTES) if is_told else size // 64
     return excess + slack if excess > 0 else 0

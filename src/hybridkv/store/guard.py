@@ -1,8 +1,8 @@
-"""Going on without a store that fails, and coming back to it.
+"""Circuit breaker around a store: callers continue without a store that fails, and use it again once it works.
 
-After a fault the store rests: lookups answer no and nothing is written, for 1 s, then 2 s, up to a minute; after each
-rest one call may try. Reading and writing rest apart: a full disk can still be read. Missing and corrupt objects are no
-faults.
+After a fault the store is skipped: lookups return False and nothing is written. The backoff is 1 s, doubled up to 60 s;
+after each backoff one trial call is let through. Reads and writes have separate breakers: a full disk can still be
+read. Missing and corrupt objects are not faults.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 
-# How far a call gets. A store is well again only when a call has got as far as the one that failed.
+# Stages of a transfer. A breaker closes only after a call has succeeded at the stage that failed or a later one.
 _BEGUN, _OPEN, _MOVED = 0, 1, 2
 
 
 class Guarded(Store):
-    """`lookup`, `create`, `touch`, `describe` and `delete` never fail; `open`, `read`, `write` and `commit` say so."""
+    """`open`, `read`, `write`, `commit` raise StoreFault. `lookup`, `create`, `touch`, `describe`, `delete` do not."""
 
     def __init__(self, store: Store, label: str = "store", clock: Callable[[], float] = time.monotonic) -> None:
         self.store = store
@@ -124,7 +124,7 @@ class Guarded(Store):
         breaker.succeed(reach)
 
     def _leniently(self, count: int, call: Callable[[], None]) -> None:
-        """What is nice to have: not tried while the store rests, and faults are noted and otherwise forgotten."""
+        """Make an optional call: skipped while the breaker is open. Its faults go to the breaker, not the caller."""
         if self._writing.resting:
             self._skip(count)
             return

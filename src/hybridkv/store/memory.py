@@ -1,4 +1,4 @@
-"""Blobs in this process's memory, bounded. They are copies: what is written may change afterwards."""
+"""Blobs in this process's memory, bounded in bytes. Writes are copied, so callers may reuse their buffers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryBlobs(Blobs):
         self._entries: dict[ObjectName, _Entry] = {}
         self._descriptions: dict[str, dict[str, str]] = {}
         self._used = 0
-        """Of entries, and of those that are being written."""
+        """Bytes of entries, including those that are being written."""
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         return [name in self._entries for name in names]
@@ -129,7 +129,7 @@ class MemoryBlobs(Blobs):
                 self._remove(name)
 
     def _evict(self, nbytes: int) -> list[tuple[ObjectName, _Entry]]:
-        """Free so many bytes, if there is anything to evict."""
+        """Evict objects until `nbytes` are freed or none is left. Returns the evicted objects."""
         if nbytes <= 0:
             return []
         candidates = [
@@ -145,7 +145,7 @@ class MemoryBlobs(Blobs):
         return gone
 
     def _tell(self, gone: list[tuple[ObjectName, _Entry]]) -> None:
-        """Outside the lock: who listens may take a while."""
+        """Pass evicted objects to `on_evict`. Call without the lock: the hook may be slow."""
         hook = self.on_evict
         if hook is not None:
             for name, entry in gone:
@@ -159,7 +159,7 @@ class MemoryBlobs(Blobs):
 
 
 class MemoryBlob(Blob):
-    """Holds its bytes, also after the object has gone."""
+    """Keeps its bytes alive after the object is removed from the store."""
 
     def __init__(self, data: Bytes) -> None:
         self.nbytes = len(data)
@@ -189,7 +189,7 @@ class PendingMemoryBlob(PendingBlob):
 
 
 class MemoryStore(BlobStore):
-    """Objects in this process's memory, at most `size` bytes of them."""
+    """Objects in this process's memory, at most `size` bytes in total."""
 
     def __init__(self, size: int, clock: Callable[[], float] = time.time) -> None:
         super().__init__(MemoryBlobs(size, clock))

@@ -1,4 +1,4 @@
-"""What objects are called. A name says all that their bytes depend on, so that equal names may share them."""
+"""Names of objects. A name covers everything that an object's bytes depend on, so equal names mean equal bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROUP = re.compile(f"[a-z0-9][a-z0-9._-]{{0,{MOST_GROUP_LETTERS - 1}}}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectName:
-    """Safe as a path and as a key of any server."""
+    """Safe to use as a path and as a key of any key-value server."""
 
     namespace: str
     """A digest of everything that changes the bytes of all objects alike: model, types, layout."""
@@ -33,7 +33,7 @@ class ObjectName:
 
     @property
     def path(self) -> str:
-        """Two digits of the key in between keep directories small."""
+        """Relative path. A level named by the first two digits of the key keeps directories small."""
         return f"{self.namespace}/{self.group}/{self.key[:2]}/{self.key}"
 
     def __str__(self) -> str:

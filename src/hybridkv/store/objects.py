@@ -3,8 +3,8 @@
     magic, version, length of the header │ namespace, key, value, position, number of rows, group │ rows │ checksum
                                                               offset, length, checksum of each row ──┘
 
-All numbers are little-endian. Bytes that come from a store are untrusted: every length is held against hard limits and
-the real size before anything is allocated, and only the one layout that `layout` gives for these lengths is accepted.
+All numbers are little-endian. Bytes read from a store are untrusted: every length is checked against hard limits and
+the real size before anything is allocated. Rows must lie exactly where `layout` puts rows of these lengths.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class StoredRow(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What an object says of itself."""
+    """Decoded header of an object."""
 
     name: ObjectName
     value: float
-    """Compute that it saves, per byte."""
+    """Compute that a load of the object saves, per byte."""
     position: int
-    """Tokens before its end."""
+    """Number of tokens before the object's end."""
     rows: tuple[StoredRow, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole object."""
+        """Size of the whole object."""
         return self.rows[-1].offset + self.rows[-1].nbytes
 
 
 class Layout(NamedTuple):
-    """Where the rows of an object lie."""
+    """Offsets of an object's rows, and its size."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
 def layout(group: str, row_bytes: Sequence[int]) -> Layout:
-    """The one layout of rows of these lengths."""
+    """The only valid layout of rows of these lengths."""
     if not 1 <= len(row_bytes) <= MOST_ROWS:
         raise StoreInputError(f"{len(row_bytes)} rows: an object has 1 to {MOST_ROWS:,} rows")
     offsets, end = [], _header_bytes(len(group), len(row_bytes))
@@ -97,7 +97,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def read_header(name: ObjectName, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """The header of an object of `nbytes` bytes; `read(offset, length)` may answer with fewer than asked for."""
+    """Read the header of an object of `nbytes` bytes. `read(offset, length)` may return fewer bytes than asked for."""
     start = read(0, min(nbytes, ROW_ALIGNMENT))
     length = _header_length(name, nbytes, start)
     raw = start[:length]
@@ -127,7 +127,7 @@ def _header_length(name: ObjectName, nbytes: int, start: bytes) -> int:
 
 
 def _decode(name: ObjectName, raw: bytes) -> Header:
-    """A header whose checksum is right may still have been made by anyone: nothing in it is believed."""
+    """Decode and check every field: a correct checksum does not show who wrote the header."""
     namespace, key, value, position, count, letters = _FIELDS.unpack_from(raw, _START.size)
     if not 1 <= count <= MOST_ROWS or len(raw) != _header_bytes(letters, count):
         raise CorruptObject(f"{name}: {count:,} rows in a header of {len(raw):,} bytes")

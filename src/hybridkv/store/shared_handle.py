@@ -1,4 +1,4 @@
-"""A handle that several threads use and one closes: it is really closed when the last thread has left it.
+"""A handle that several threads use and one closes: the close takes effect when the last thread has left it.
 
 If a file descriptor is closed while another thread reads, the kernel may give its number to another file, and the read
 continues in that file.
@@ -13,7 +13,7 @@ from hybridkv.errors import StoreError
 
 
 class SharedHandle:
-    """Calls `shut` once, when it has been closed and no thread is inside `with handle:`."""
+    """Calls `shut` once: after `close`, when no thread is inside `with handle:`."""
 
     def __init__(self, what: str, shut: Callable[[], None]) -> None:
         self._what = what

@@ -1,7 +1,7 @@
-"""The interface of stores: what the rest of the house knows of them.
+"""Interface of stores.
 
-All methods block and may be called from any thread; callers bring the threads. What a store says it has may be gone or
-bad when it is read: every byte is checked then, and an error tells.
+All methods block and may be called from any thread; stores start no threads for their callers. An object that a lookup
+found may be missing or corrupt when it is read: every byte is checked then, and the read raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridkv.store.objects import Header
 
 
 class Stored(NamedTuple):
-    """An object as a listing shows it."""
+    """An object in a listing."""
 
     name: ObjectName
     nbytes: int
@@ -25,11 +25,11 @@ class Stored(NamedTuple):
     """Seconds since 1970."""
     value: float | None
     position: int | None
-    """None, as is `value`: it would have to be read from the object, and nobody asked."""
+    """`value` and `position` are None if they are only in the object's header, and the header was not read."""
 
 
 class Leftovers(NamedTuple):
-    """What writers that died had left, now removed."""
+    """Files of dead writers that were removed."""
 
     files: int
     nbytes: int
@@ -41,7 +41,7 @@ class StoreStats:
 
     objects: int = 0
     nbytes: int = 0
-    """Of objects, and of those being written."""
+    """Bytes of objects, including those being written."""
     hits: int = 0
     """Names looked up and found."""
     misses: int = 0
@@ -52,30 +52,30 @@ class StoreStats:
     saved_bytes: int = 0
     evicted: int = 0
     dropped: int = 0
-    """Objects that found no room, or no time."""
+    """Objects that were not kept: no room in the store or in the copy queue, or a copy between tiers failed."""
     promoted: int = 0
     """Objects copied to a faster tier."""
     corrupt: int = 0
     faults: int = 0
     skipped: int = 0
-    """Names and objects that were not asked for, or not written, while the store rested after a fault."""
+    """Names and objects not looked up, read or written while the circuit breaker was open."""
 
 
 class Reader(ABC):
-    """One object, open. It stays readable, or fails with an error, when the object is deleted meanwhile."""
+    """One open object. If the object is deleted meanwhile, reads succeed or raise."""
 
     header: Header
 
     @abstractmethod
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other, with exactly this row. No two of them overlap.
+        """Fill the buffers, in order, with exactly this row. The buffers must not overlap.
 
-        Raises CorruptObject or StoreFault; the buffers then hold anything.
+        Raises CorruptObject or StoreFault; the content of the buffers is then undefined.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Reads under way in other threads end first or fail."""
+        """Close the object. Reads under way in other threads end first or raise."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,19 +87,19 @@ class Reader(ABC):
 
 
 class Writer(ABC):
-    """One object on its way in: invisible until `commit`. Left without it, nothing stays."""
+    """One object that is being written. It is invisible until `commit`; without `commit` nothing is kept."""
 
     @abstractmethod
     def write(self, row: int, buffers: Sequence[memoryview]) -> None:
-        """Each row once, in any order, from any thread. The bytes are taken before it returns."""
+        """Write each row once, in any order, from any thread. The buffers may be reused on return."""
 
     @abstractmethod
     def commit(self) -> bool:
-        """Make it visible, now that all rows are written. False: another was faster, and that one stays."""
+        """Make the object visible after all rows are written. False: another writer was first; its object is kept."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave nothing. Does nothing after `commit`."""
+        """Discard the object. Does nothing after `commit`."""
 
     def __enter__(self) -> Self:
         return self
@@ -114,62 +114,62 @@ EvictionHook = Callable[[Reader], None]
 
 
 class Store(ABC):
-    """Objects by name. A corrupt one is deleted when it is noticed, and missing from then on."""
+    """Objects by name. A corrupt object is deleted when a read detects it, and is missing from then on."""
 
     @abstractmethod
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Which of these are there, in one round trip."""
+        """Whether each of these exists, in one round trip."""
 
     @abstractmethod
     def open(self, name: ObjectName) -> Reader:
-        """Raises MissingObject, CorruptObject or StoreFault."""
+        """Open an object. Raises MissingObject, CorruptObject or StoreFault."""
 
     @abstractmethod
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
-        """None: nothing to write, because it is there already or the store has no room for it."""
+        """Begin to write an object. None: it exists already, or the store has no room for it."""
 
     @abstractmethod
     def delete(self, names: Sequence[ObjectName]) -> int:
-        """How many of them were there."""
+        """Delete objects. Returns how many of them existed."""
 
     @abstractmethod
     def objects(
         self, namespace: str | None = None, group: str | None = None, *, headers: bool = False
     ) -> Iterator[Stored]:
-        """With `headers`, value and position are read from each object where that takes a read."""
+        """List objects. `headers`: read value and position from object headers if the listing alone lacks them."""
 
     @abstractmethod
     def touch(self, names: Sequence[ObjectName]) -> None:
-        """They were used: keep them longer. Reading alone does not count."""
+        """Mark objects as used just now, so that they are evicted later. Reading alone does not do this."""
 
     @abstractmethod
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
-        """What people call this namespace: a model's name, its types ..."""
+        """Attach a human-readable description to a namespace: the model's name, its type ..."""
 
     @abstractmethod
     def descriptions(self) -> dict[str, dict[str, str]]:
-        """By namespace."""
+        """Descriptions by namespace."""
 
     @property
     @abstractmethod
     def stats(self) -> StoreStats:
-        """A copy. Never raises: while the store cannot tell, gauges are as last known; counters never fall."""
+        """A copy. Never raises: while the store fails, gauges keep their last known values. Counters never decrease."""
 
     @abstractmethod
     def collect(self) -> Leftovers:
-        """Remove what writers that died have left."""
+        """Remove files that dead writers have left."""
 
     @abstractmethod
     def shrink(self, nbytes: int) -> int:
-        """Evict until at most so many bytes are used; how many objects went."""
+        """Evict until at most `nbytes` are used. Returns the number of evicted objects."""
 
     @abstractmethod
     def on_evict(self, hook: EvictionHook | None) -> None:
-        """Call `hook` with each object evicted to make room; it closes the reader. It must not call this store."""
+        """Call `hook` with each evicted object. The hook must close the reader, and must not call this store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the store. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Stores by their URLs: `memory://?size=4GiB`, `file:///path?size=200GiB`. Several are tiers, the fastest first."""
+"""Store URLs: `memory://?size=4GiB`, `file:///path?size=200GiB`. Several URLs are tiers, the fastest first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_LIMIT = 2**60 - 1
 
 
 class Address(NamedTuple):
-    """A URL taken apart; its options are those that the scheme knows."""
+    """A parsed URL. All its options are known to the scheme."""
 
     url: str
     scheme: str
@@ -48,7 +48,7 @@ class Address(NamedTuple):
 class Scheme(NamedTuple):
     open: Callable[[Address], BlobStore]
     inspect: Callable[[Address], BlobStore] | None
-    """None: there is nothing to inspect from another process."""
+    """None: such a store cannot be inspected from another process."""
     options: tuple[str, ...]
     example: str
 
@@ -59,7 +59,7 @@ class _Sync(Enum):
 
 
 def open_store(urls: Sequence[str]) -> Store:
-    """One store, or several as tiers; each goes on without failing the caller when it fails itself."""
+    """Open one store, or several as tiers. Each has a circuit breaker: a store that fails is skipped."""
     if not urls:
         raise StoreInputError(f"no store named: write one as {_examples()}")
     addresses = [parse_url(url) for url in urls]
@@ -83,7 +83,7 @@ def open_store(urls: Sequence[str]) -> Store:
 
 
 def inspect_store(url: str) -> Store:
-    """One store, for tools: it must be there already, needs no size, shows its faults, and keeps what is corrupt."""
+    """Open one store for tools. It must exist and needs no size; faults are raised, and corrupt objects are kept."""
     address = parse_url(url)
     inspect = SCHEMES[address.scheme].inspect
     if inspect is None:
@@ -94,9 +94,9 @@ def inspect_store(url: str) -> Store:
 
 
 def parse_url(url: str) -> Address:
-    """Raises StoreError for what no scheme knows, and lists what there is."""
+    """Parse a URL. Raises StoreInputError, which lists the valid forms, for unknown schemes and options."""
     try:
-        if not url.isprintable():  # parsers drop some of them silently
+        if not url.isprintable():  # `urlsplit` silently drops some of these
             raise ValueError("letters that cannot be printed are written as %0A")
         parts = urlsplit(url)
         path = unquote(parts.path)

@@ -1,6 +1,6 @@
-"""Layerwise traffic between pages and stores: rows in, rows out, every fault survived. Knows no requests, and no torch.
+"""Streaming between pages and stores: rows are loaded and dumped layer by layer, and store faults fail no request.
 
-`torch_io`, for pages of a torch buffer, is imported by those who have one.
+The package knows no requests and imports no torch. Callers with pages in a torch buffer import `torch_io`.
 """
 
 from hybridkv.stream.catalogue import Catalogue

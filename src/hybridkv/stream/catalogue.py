@@ -1,16 +1,16 @@
-"""What of a model's cache is stored, in which objects, and under which names. No bytes and no threads here.
+"""Which parts of a model's cache are stored, in which objects, under which names. No bytes and no threads here.
 
-Blocks of a token group are stored in stretches of some hundred tokens, an object each; it is named by the tokens
-before its end, so a stretch that is not full yet has a name of its own. States are stored one by one:
+Blocks of a token group are stored in stretches of `STRETCH_TOKENS`, one object each. An object is named by the tokens
+before its end, so a partial stretch has a name of its own. Each state is an object:
 
     tokens    0          256         512     688
     full      │ stretch  │ stretch   │ part  │        objects at 256, 512, 688
-    window         ...│  │ stretch   │ part  │        only what is seen from the end: all of a stretch, or less
+    window         ...│  │ stretch   │ part  │        only blocks visible from the end: a stretch, or less
     state                  ■ 448             ■        at 448, 688: where a request may resume
 
-A request may resume at a position only if all groups have an object that ends there, and all stretches before it that
-are still seen. Rows are the plan's, without the places they have in pages: a restart with other memory finds its
-objects.
+A request may resume at a position only if every group has an object that ends there, and all earlier stretches that
+are visible from there. Object rows are those of the plan, without their offsets in pages: a restart with another memory
+size finds its objects.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hybridkv.store import ObjectName
 FORMAT = 1
 STRETCH_TOKENS = 256
 _RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2}
-"""Of rows that are needed at the same layer: what gates everything comes first."""
+"""Read order of rows that are needed at the same layer."""
 
 
 class Stretch(NamedTuple):
-    """The blocks of one object: those from `first` up to `last`, of which the last ends where the object ends."""
+    """Block range of one object: from `first` up to, not including, `last`. The object ends where the range ends."""
 
     first: int
     last: int
@@ -46,7 +46,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group of the cache that is stored."""
+    """A cache group whose blocks or states are stored."""
 
     plan: GroupPlan
     cache: CacheGroup
@@ -69,7 +69,7 @@ class StoredGroup:
 
     @property
     def item_bytes(self) -> int:
-        """Of one block, or one state."""
+        """Size of one block, or of one state."""
         return sum(row.nbytes for row in self.rows)
 
 
@@ -77,20 +77,20 @@ class Catalogue:
     """The stored groups of one model on one engine."""
 
     def __init__(self, plan: Plan, layout: CacheLayout, identity: str, *, stretch_tokens: int = STRETCH_TOKENS) -> None:
-        """`identity`: a digest of the weights. `stretch_tokens`: of an object; those of other stretches are not found.
+        """`identity`: a digest of the weights. `stretch_tokens`: tokens per object; part of the namespace.
 
         Hidden states are not stored.
         """
         self.block_tokens = layout.block_tokens
         self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
         self.grid_tokens = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-        """How far apart states on a grid are stored."""
+        """Distance between stored grid states, in tokens."""
         cached = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
         kept = [StoredGroup(group, cached[group.name]) for group in plan.groups if group.name in cached]
         self.token_groups = [group for group in kept if not group.is_state]
         self.state_groups = [group for group in kept if group.is_state]
         self.is_plain = all(group.cache.role is Role.FULL for group in kept)
-        """Only full attention: the end of every stretch can be resumed."""
+        """Only full attention: requests can resume at the end of every stretch."""
         self.namespace = self._digest(plan, identity)
         self.description = {
             "model": plan.model.name,
@@ -98,7 +98,7 @@ class Catalogue:
             "weights": identity,
             "groups": ", ".join(group.name for group in self.groups),
         }
-        """For people who look at a store."""
+        """Shown by `hybridkv store` commands."""
 
     @property
     def groups(self) -> list[StoredGroup]:
@@ -108,19 +108,19 @@ class Catalogue:
         return ObjectName(self.namespace, group.name, key.hex())
 
     def stretch(self, group: StoredGroup, end: int) -> Stretch:
-        """What the object of a token group that ends at `end` holds; it may be nothing."""
+        """Blocks of a token group's object that ends at `end`. The range may be empty."""
         last = -(-end // self.block_tokens)
         first = (last - 1) // self.stretch_blocks * self.stretch_blocks
         return Stretch(max(first, group.cache.sight.first_visible_block(end, self.block_tokens)), last)
 
     def ends(self, group: StoredGroup, start: int, end: int) -> list[int]:
-        """Where the objects end that a request at `start` needs of a token group to resume at `end`."""
+        """Ends of the objects of a token group that a request at `start` needs to resume at `end`."""
         first = max(start, group.cache.sight.first_visible(end))
         ends = [e for e in self.stretch_ends(first, end) if e < end]
         return [e for e in (*ends, end) if self.stretch(group, e).num_blocks]
 
     def stretch_ends(self, start: int, end: int) -> Iterator[int]:
-        """Where full stretches end, after `start` and up to `end`."""
+        """Ends of full stretches after `start`, up to and including `end`."""
         tokens = self.stretch_blocks * self.block_tokens
         return iter(range((start // tokens + 1) * tokens, end + 1, tokens))
 
@@ -128,21 +128,21 @@ class Catalogue:
         return end % (self.stretch_blocks * self.block_tokens) == 0
 
     def load_ends(self, start: int, end: int) -> set[int]:
-        """Where the objects end that are read for a request that stands at `start` and is to resume at `end`."""
+        """Ends of all objects that are read for a request at `start` that will resume at `end`."""
         return {end}.union(*(self.ends(group, start, end) for group in self.token_groups))
 
     def row_bytes(self, group: StoredGroup, end: int) -> list[int]:
-        """Of each row of the object that ends at `end`."""
+        """Size of each row of the object that ends at `end`."""
         count = 1 if group.is_state else self.stretch(group, end).num_blocks
         return [row.nbytes * count for row in group.rows]
 
     def load_bytes(self, start: int, end: int) -> int:
-        """What is read for a request that stands at `start` and is to resume at `end`."""
+        """Bytes that are read for a request at `start` that will resume at `end`."""
         tokens = sum(sum(self.row_bytes(group, e)) for group in self.token_groups for e in self.ends(group, start, end))
         return tokens + sum(group.item_bytes for group in self.state_groups)
 
     def _digest(self, plan: Plan, identity: str) -> str:
-        """Everything that changes the bytes of all objects alike, but nothing of the arena."""
+        """Digest of everything that changes the bytes of all objects. It excludes the arena's layout."""
         facts = {
             "format": FORMAT,
             "type": plan.model.model_type,
@@ -155,7 +155,7 @@ class Catalogue:
 
 
 def _canonical(row: PlanRow) -> list[object]:
-    """A row without its place in a page."""
+    """A row without its offset in a page."""
     views = [
         [view.layer, view.part, view.dtype.value, view.offset_bytes - row.offset_bytes, view.shape, view.strides_bytes]
         for view in row.views

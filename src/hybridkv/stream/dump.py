@@ -33,7 +33,7 @@ class Outgoing:
     def __init__(
         self, name: ObjectName, group: StoredGroup, pages: Sequence[Sequence[int]], *, position: int, num_tokens: int
     ) -> None:
-        """`pages`: by row. `num_tokens`: how many a load of this object saves computing."""
+        """`pages`: by row. `num_tokens`: number of tokens that a load of this object saves computing."""
         self.name = name
         self.group = group
         self.pages = pages
@@ -96,7 +96,7 @@ class Dumper:
         """Copy a row out of its pages. Call when its last layer has run."""
         try:
             copy = self._pages.copy_out(outgoing.group.plan, outgoing.group.rows[number], outgoing.pages[number])
-        except (MemoryError, RuntimeError):  # no memory for a copy: the step goes on, the object is lost
+        except (MemoryError, RuntimeError):  # no memory for a copy: the step continues, the object is lost
             outgoing.failed = True
             return
         self._do(outgoing, lambda: self._write(outgoing, number, copy))
@@ -112,7 +112,7 @@ class Dumper:
             self._changed.wait_for(lambda: not self._writing)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all objects that count are written: `timeout_s` at most, and not for a store that hangs.
+        """Wait up to `timeout_s` until all objects that count are written. Returns early if the store hangs.
 
         Objects whose step has not ended are discarded.
         """

@@ -1,4 +1,4 @@
-"""What of a request is worth storing: whole stretches of blocks, and what it takes to resume where others may."""
+"""Which objects of a request are stored: full stretches of blocks, and what other requests need at resume points."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hybridkv.stream.requests import Progress
 
 
 class DumpPoint(NamedTuple):
-    """A whole block's end at which objects end."""
+    """A block boundary at which objects end."""
 
     end: int
     resumes: bool
-    """Others may resume here: the states are stored too. False: a stretch of blocks is full, and that is all."""
+    """Requests may resume here, so states are stored too. False: only a full stretch of blocks ends here."""
 
 
 class DumpRule:
-    """Says where objects of a request end. It knows no pages."""
+    """Decides where objects of a request end. It knows no pages."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -35,14 +35,14 @@ class DumpRule:
         return [DumpPoint(end, end in points) for end in sorted(ends)]
 
     def of_reply(self, num_tokens: int) -> list[DumpPoint]:
-        """The last whole block of a complete reply, on models that can resume at every block."""
+        """The last full block of a complete reply, on models that can resume at every block."""
         end = num_tokens // self._catalogue.block_tokens * self._catalogue.block_tokens
         return [DumpPoint(end, True)] if end and not self._catalogue.state_groups else []
 
     def _resume_points(self, progress: Progress) -> set[int]:
-        """Where requests may resume: ends of prompts, breakpoints, branches.
+        """Positions where requests may resume: ends of prompts, breakpoints, branches, grid checkpoints.
 
-        On a grid, only where its states take a quarter of the bytes of the KV between them.
+        Grid checkpoints are stored only at multiples of `grid_tokens`.
         """
         size, grid = self._catalogue.block_tokens, self._catalogue.grid_tokens
         points = {(progress.prompt_tokens - 1) // size * size}

@@ -1,6 +1,6 @@
-"""The half that finds: which blocks a request has, and what a store can add to it. No pages, and no torch.
+"""Finder: looks up how far a store can extend the prefix that memory has for a request. No pages, and no torch.
 
-It may live in another process than the half that moves (`mover`): all that goes from one to the other is plain data.
+The finder may run in another process than the mover (`mover`): only plain data passes between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOKUP_TIMEOUT_S = 2.0
 
 
 class Fetch:
-    """One lookup: how far a store can take a prompt. The answer may be there already, come later, or never."""
+    """One lookup: how far a store can extend a prompt's prefix. The answer may come later, or never."""
 
     def __init__(self, start: int, found: Future[int], deadline: float, clock: Callable[[], float]) -> None:
         self._start = start
@@ -43,9 +43,9 @@ class Fetch:
 
     @property
     def position(self) -> int:
-        """Where the prompt can resume with the store's objects; 0 if there is no answer, or the store adds nothing.
+        """Position at which the prompt can resume with the store's objects; 0 without an answer or without a gain.
 
-        The answer holds only together with the tokens up to `start` that memory had when the store was asked.
+        The answer is valid only while memory still has the tokens before `start`, as it had at the lookup.
         """
         if not self._found.done() or self.has_failed or self._found.result() <= self._start:
             return 0
@@ -53,7 +53,7 @@ class Fetch:
 
 
 class Finder:
-    """Asks one store, on threads of its own."""
+    """Runs lookups in one store, on its own threads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Finder:
         return BlockKeys(root_key, self.catalogue.block_tokens)
 
     def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int) -> Fetch | None:
-        """Ask the store what it has of a prompt after `start`, up to `limit`. None: nothing worth asking for."""
+        """Look up a prompt after `start`, up to `limit`. None: no full block to gain, or `is_blocked`."""
         size = self.catalogue.block_tokens
         if limit // size <= start // size:
             return None
@@ -104,9 +104,9 @@ class Finder:
         return fetch
 
     def touch(self, names: Sequence[ObjectName]) -> None:
-        """Tell the store that objects were used, so that it keeps them longer. The first is needed first."""
+        """Mark objects as used, so that the store evicts them later. `names`: in the order in which they are needed."""
         self._workers.submit(lambda: self._store.touch(list(reversed(names))))
 
     def close(self, timeout_s: float) -> None:
-        """Threads that hang are not waited for."""
+        """Stop the threads. `close` does not wait for threads that hang."""
         self._workers.close(0.0 if self.is_blocked else timeout_s)

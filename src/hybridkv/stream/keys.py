@@ -1,4 +1,4 @@
-"""Keys of a request's blocks: what stored objects are named by. Computed when first asked for."""
+"""Keys of a request's blocks, which name stored objects. Computed on first use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 
 class BlockKeys:
-    """Each covers all tokens before its block's end, the salt and other keys of the request.
+    """Keys of one request's blocks. A key covers all tokens before its block's end, and the root key (the salt ...).
 
-    May be asked on several threads.
+    Thread-safe.
     """
 
     def __init__(self, root_key: bytes, block_tokens: int) -> None:
@@ -21,7 +21,7 @@ class BlockKeys:
         self._lock = threading.Lock()
 
     def first(self, num_blocks: int, tokens: bytes | bytearray) -> Sequence[bytes]:
-        """Keys of the first blocks. `tokens` may have grown since the last call."""
+        """Keys of the first `num_blocks` blocks. `tokens` may have grown since the last call."""
         with self._lock:
             known = len(self._keys)
             if known < num_blocks:
@@ -30,7 +30,7 @@ class BlockKeys:
             return self._keys[:num_blocks]
 
     def at(self, ends: Iterable[int], tokens: bytes | bytearray) -> dict[int, bytes]:
-        """By position: the keys of blocks that end there."""
+        """Keys of the blocks that end at these positions, by position."""
         size, wanted = self._block_bytes // TOKEN_BYTES, list(ends)
         keys = self.first(max(wanted, default=0) // size, tokens)
         return {end: keys[end // size - 1] for end in wanted}

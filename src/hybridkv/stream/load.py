@@ -2,7 +2,7 @@
 
 A row that is missing, short, corrupt or late makes the load fail: rows after it are not read. `wait` returns at the
 deadline at the latest. A row is read into a buffer of its own and reaches its pages only once it has been checked, so
-`give_up` takes effect at once: a read that hangs goes on in its thread, but no page is written after `give_up`.
+`give_up` takes effect at once: a read that hangs continues in its thread, but no page is written after `give_up`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Source:
         self._lock = threading.Lock()
         self._reader: Reader | None = None
         self._error: Exception | None = None
-        """Why it cannot be opened. All rows get the same error, although a corrupt object is deleted by the first."""
+        """Error of the first open. Later rows raise it too; a second open of a deleted corrupt object would differ."""
 
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
         with self._lock:
@@ -64,7 +64,7 @@ class _Source:
         found = [row.nbytes for row in reader.header.rows]
         if found != self._row_bytes:
             reader.close()
-            self._store.delete([self.name])  # as long as it exists, the right one cannot be written
+            self._store.delete([self.name])  # while it exists, a correct one cannot be written
             raise CorruptObject(f"{self.name}: rows of {found[:3]}... bytes instead of {self._row_bytes[:3]}...")
         return reader
 
@@ -77,7 +77,7 @@ class _Task(NamedTuple):
     row: Row
     pages: list[int | None]
     start: int
-    """The first token that is lost if the read fails."""
+    """First token that is lost if the read fails."""
     end: int
 
     @property
@@ -86,7 +86,7 @@ class _Task(NamedTuple):
 
 
 class Load:
-    """One request's load. Called on the engine's thread; reader threads do the work."""
+    """Load of one request. Called on the engine thread; reader threads do the work."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class Load:
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: where objects end. `deadline`: on `clock`; after it, what is not there counts as failed."""
+        """`keys`: by the end of each object. `deadline`: on `clock`; rows not loaded by then have failed."""
         self.start = request.start
         self.end = request.end
         self.num_bytes = 0
-        """Read so far."""
+        """Bytes read so far."""
         self.seconds = 0.0
-        """From the first to the last row."""
+        """Time from the start of the load to its last row so far."""
         self.failure: str | None = None
-        """Why it failed: missing, corrupt, fault, error, timeout or aborted. What went wrong first counts."""
+        """Reason of the first failure: missing, corrupt, fault, error, timeout or aborted."""
         self.error: BaseException | None = None
         self._pages = pages
         self._ordered = pages.order()
@@ -124,7 +124,7 @@ class Load:
         """Readers that are copying a row into its pages."""
         self._is_given_up = False
         self._left = Counter(task.row.first_layer for task in self._waiting)
-        """Rows that are not there yet, by first layer."""
+        """Number of rows that are not loaded yet, by first layer."""
         self._sources = list(dict.fromkeys(task.source for task in self._waiting))
         self.names = [source.name for source in self._sources]
 
@@ -136,13 +136,13 @@ class Load:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it occupies readers, or will. A read that hangs occupies one even after the load was given up."""
+        """Whether the load occupies readers, or will. A read that hangs occupies one even after `give_up`."""
         with self._changed:
             return not self._is_read
 
     @property
     def num_hanging(self) -> int:
-        """Readers that it still occupies after its deadline."""
+        """Number of readers that the load still occupies after its deadline."""
         return self._num_reading if self._clock() >= self._deadline else 0
 
     @property
@@ -151,7 +151,7 @@ class Load:
 
     @property
     def num_good(self) -> int:
-        """How many of its tokens are right, once it is over."""
+        """Number of tokens that were loaded correctly. Valid once `is_over` is True."""
         return self._good_until - self.start
 
     def submit(self, readers: Workers, on_over: Callable[[], None]) -> None:
@@ -160,7 +160,7 @@ class Load:
             readers.submit(lambda: self._read_next(on_over))
 
     def wait(self, layer: int) -> None:
-        """Until every row is there that begins at `layer` or before, or the load has failed."""
+        """Wait until all rows that begin at `layer` or before are loaded, the load fails, or its deadline passes."""
         with self._changed:
             while self.failure is None and any(count for first, count in self._left.items() if first <= layer):
                 left = self._deadline - self._clock()
@@ -175,13 +175,13 @@ class Load:
             self.give_up("timeout", TimeoutError("not all rows came in time"))
 
     def finish(self) -> None:
-        """Wait for all rows. After a failure or at the deadline, give up on those that have not come."""
+        """Wait for all rows. After a failure or at the deadline, give up on the rest."""
         self.wait(_ALL_LAYERS)
         if not self.is_over:
             self.give_up("aborted", RuntimeError("another row failed"))
 
     def give_up(self, failure: str, error: BaseException) -> None:
-        """Write no page from now on. Reads under way go on until they end, and what they bring is dropped."""
+        """Write no page from now on. Reads under way continue until they end, and their rows are dropped."""
         with self._changed:
             self._is_given_up = True
             self._changed.wait_for(lambda: not self._num_copying)
@@ -203,7 +203,7 @@ class Load:
             self._fail("corrupt", task.start, error)
         except (StoreFault, OSError) as error:
             self._fail("fault", task.start, error)
-        except BaseException as error:  # whatever it is: the request computes these tokens instead
+        except BaseException as error:  # any other error: the request computes these tokens instead
             self._fail("error", task.start, error)
         self._read_over(task, on_over)
 
@@ -224,7 +224,7 @@ class Load:
                 self._changed.notify_all()
 
     def _fail(self, failure: str, start: int, error: BaseException) -> None:
-        """Tokens from `start` on are lost. With windows or states, which are those of the end, all tokens are."""
+        """Tokens from `start` on are lost. With windows or states, which are valid only at the end, all are lost."""
         with self._changed:
             if self.failure is None:
                 self.failure, self.error = failure, error

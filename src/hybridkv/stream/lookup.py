@@ -1,4 +1,4 @@
-"""What a store can add to a prompt beyond what is in memory: one position that every group can resume at."""
+"""Store lookup for one prompt: the last position, beyond the prefix in memory, at which every group can resume."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hybridkv.store import ObjectName, Store
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 
 _BATCH = 64
-"""Positions that are asked for at once."""
+"""Positions per lookup."""
 
 
 def last_stored(store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int) -> int:
     """The last position after `start` that the store can supply; `start` if there is none.
 
-    `keys`: of the prompt's whole blocks, as far as it may be resumed. Takes few round trips, and waits for the store:
-    call it from a thread.
+    `keys`: of the prompt's full blocks, up to the last position at which it may resume. The call makes a few round
+    trips and blocks on the store: do not call it on the engine thread.
     """
     return _Lookup(store, catalogue, keys, start).find()
 
 
 class _Lookup:
-    """One prompt's."""
+    """Lookup of one prompt."""
 
     def __init__(self, store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class _Lookup:
         return self._start
 
     def _reach(self) -> int:
-        """How far full attention can go at most: through all full stretches, and the part of one more."""
+        """Upper bound for full attention: all stored full stretches in a row, and part of one more."""
         catalogue = self._catalogue
         end = len(self._keys) * catalogue.block_tokens
         full = [group for group in catalogue.token_groups if group.cache.role is Role.FULL]
@@ -52,7 +52,7 @@ class _Lookup:
         return min(end, (self._start // tokens + num_found + 1) * tokens)
 
     def _gated(self, ends: Sequence[int]) -> list[int]:
-        """Those of the positions that one group has: states, if there are some, since they are the rarest."""
+        """Positions that one group has. A state group is asked if there is one, since states are the rarest."""
         gate = next(iter(self._catalogue.state_groups), None)
         if gate is None:
             gate = self._catalogue.token_groups[0]

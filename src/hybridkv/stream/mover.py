@@ -1,6 +1,6 @@
-"""The half that moves: rows of stored objects into pages, and rows of pages into objects. It asks no store what it has.
+"""Mover: copies rows of stored objects into pages, and rows of pages into objects. It makes no lookups.
 
-All it knows of a request is a `PageRequest` and the keys of the blocks at which objects end.
+It knows a request only as a `PageRequest` and the keys of the blocks at which objects end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Mover:
-    """Called on the thread that owns the pages. The work is done on others."""
+    """Called on the thread that owns the pages. Other threads do the work."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Mover:
         on_load: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_waiting_bytes`: of rows that wait to be written. `on_load`: called on any thread when a load is over."""
+        """`max_waiting_bytes`: bound on rows waiting for a write. `on_load`: called on any thread when a load ends."""
         self.catalogue = catalogue
         self._store = store
         self._pages = pages
@@ -84,7 +84,7 @@ class Mover:
         return load
 
     def predicted_seconds(self, start: int, end: int) -> float | None:
-        """How long a load would take at the present bandwidth; None before the first load."""
+        """Predicted time of a load at the current bandwidth; None before the first load."""
         if not self._bytes_per_s:
             return None
         return self.catalogue.load_bytes(start, end) / self._bytes_per_s
@@ -107,14 +107,13 @@ class Mover:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepTransfers:
-        """The transfers of a new step: none yet."""
+        """Empty transfers for a new step."""
         return StepTransfers(self._dumper)
 
     def dump(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> list[Outgoing]:
         """Begin objects that end at `points`, for a step that computes them. `keys`: at their ends.
 
-        Left out are objects of which a page is missing, those that are being written, and all beyond the limit of what
-        may wait.
+        Objects are left out if a page is missing, if they are being written already, or if too many bytes wait.
         """
         found: list[Outgoing] = []
         for point in points:
@@ -172,7 +171,7 @@ class Mover:
         self._dumper.drain()
 
     def close(self, timeout_s: float, reads_timeout_s: float) -> None:
-        """Give up all loads, and write what has been dumped. Threads that hang are not waited for."""
+        """Give up all loads, and write all dumped objects. `close` does not wait for threads that hang."""
         for load in self._loads:
             load.give_up("aborted", RuntimeError("the engine was closed"))
         self._dumper.close(timeout_s)

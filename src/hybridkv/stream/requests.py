@@ -1,4 +1,4 @@
-"""What a caller says of one of its requests. Plain data: it may come from another process."""
+"""Descriptions of requests by their caller. Plain data, which may come from another process."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hybridkv.cache import Kind
 
 
 class PageRequest(NamedTuple):
-    """Where the tokens from `start` up to `end` of a request lie, or are to lie."""
+    """Pages of a request's tokens from `start` up to `end`, to load into or to dump from."""
 
     start: int
     end: int
     blocks: Mapping[str, Sequence[int]]
-    """By token group: the page of each block of the request, from its first block on. The null page: it has none."""
+    """By token group: the page of each block of the request, from its first block on. The null page: no page."""
     states: Mapping[str, Mapping[int, Sequence[int]]]
     """By state group and position: the pages of the state there. A load needs those at `end`."""
 
 
 class Progress(NamedTuple):
-    """How far a step takes a request, and where others may resume it."""
+    """Tokens that a step computes for a request, and positions where other requests may resume."""
 
     start: int
     end: int
     prompt_tokens: int
     breakpoints: Collection[int] = ()
-    """Where the request itself says that others resume."""
+    """Resume points given by the request."""
     checkpoints: Mapping[int, Kind] = {}
-    """Where the cache wants checkpoints, and why."""
+    """Positions where the cache wants checkpoints, and their kinds."""

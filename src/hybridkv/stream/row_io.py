@@ -1,7 +1,7 @@
-"""The bytes of rows in pages, and how they get in and out. Nothing here knows where the pages came from.
+"""Copies of rows into pages and out of them. Nothing here knows how pages are allocated.
 
 Rows are read into a buffer outside the pages first and copied into them once they have been checked. So a read that
-hangs, or that brings wrong bytes, never touches a page.
+hangs or returns wrong bytes never touches a page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridkv.plan import GroupPlan, Row
 
 
 class Copy(NamedTuple):
-    """Bytes that were copied out of pages, or will be as soon as `wait` returns."""
+    """Bytes copied out of pages. They are valid once `wait` has returned."""
 
     data: memoryview
     wait: Callable[[], None]
@@ -42,15 +42,15 @@ class PageBytes(ABC):
 
     @abstractmethod
     def copy_out(self, group: GroupPlan, row: Row, pages: Sequence[int]) -> Copy:
-        """The row of each page, one after the other, as it is now."""
+        """Copy the row of each page as it is now, one after the other."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Pages that were copied out may be written again by what is submitted from now on."""
+        """Work submitted after this call may overwrite pages that were copied out."""
 
 
 class HostPages(PageBytes):
-    """Bytes that the processor reads and writes itself."""
+    """Pages in host memory, copied by the CPU."""
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
         self._bytes = memoryview(buffer).cast("B")
@@ -73,7 +73,7 @@ class HostPages(PageBytes):
         return Copy(data, _nothing)
 
     def settle(self) -> None:
-        """Copies are done when they are made."""
+        """Nothing to do: copies are complete on return."""
 
     def _view(self, group: GroupPlan, row: Row, page: int) -> memoryview:
         start = page * group.stride_bytes + row.offset_bytes
@@ -81,4 +81,4 @@ class HostPages(PageBytes):
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Nothing to wait for."""

@@ -1,4 +1,4 @@
-"""What streaming counts."""
+"""Counters of streaming."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StreamStats:
-    """Counters since the start. Every load that began has ended in one of `loads` or `failures`, or is under way."""
+    """Counters since the start. Every load that has ended is counted in either `loads` or `failures`."""
 
     lookups: int = 0
     found: int = 0
-    """Lookups that found something to add."""
+    """Lookups that extended the prefix in memory."""
     slow_lookups: int = 0
     """Lookups that timed out."""
     failed_lookups: int = 0
@@ -20,22 +20,22 @@ class StreamStats:
     skipped_lookups: int = 0
     """Lookups that were not tried, because lookups or reads hang on all threads."""
     loads: Counter[str] = field(default_factory=Counter)
-    """Loads that came whole, by mode: async or layerwise."""
+    """Complete loads, by mode: async or layerwise."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Loads that failed, by what went wrong first: missing, corrupt, fault, timeout or error; or were aborted."""
+    """Failed loads, by the first reason: missing, corrupt, fault, timeout, error or aborted."""
     loaded_tokens: int = 0
     loaded_bytes: int = 0
-    """Read for loads, whether they succeeded or not."""
+    """Bytes read by loads, whether they succeeded or not."""
     load_seconds: float = 0.0
-    """From the start of each load to its last row, all loads together."""
+    """Sum over loads of the time from start to last row."""
     wait_seconds: float = 0.0
-    """How long steps have waited for rows."""
+    """Time that steps have waited for rows."""
     dumped: int = 0
     """Objects that became visible."""
     dumped_bytes: int = 0
     dumps_dropped: int = 0
-    """Objects that were not written because too much was waiting."""
+    """Objects that were not written because too many bytes were waiting."""
     dumps_failed: int = 0
     dumps_discarded: int = 0
-    """Objects whose step did not count after all."""
+    """Objects discarded because their step was not committed for the request."""
     dump_bytes_waiting: int = 0

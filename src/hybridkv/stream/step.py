@@ -10,24 +10,24 @@ from hybridkv.stream.load import Load
 
 
 class StepTransfers:
-    """Told of every layer of a step. Asynchronous loads are not part of it.
+    """Called before and after every layer of a step. Asynchronous loads are not part of it.
 
     An owner is the caller's key for one of the step's requests. Each load and each object belongs to one.
     """
 
     def __init__(self, dumper: Dumper) -> None:
         self.loads: dict[Hashable, Load] = {}
-        """By owner: what the step waits for, layer by layer."""
+        """By owner: loads that the step waits for, layer by layer."""
         self.wait_seconds = 0.0
         self.has_run = False
         self._dumper = dumper
         self._due: dict[int, list[tuple[Outgoing, int]]] = {}
-        """By layer: rows that can be copied out once it has run."""
+        """By layer: rows that can be copied out once the layer has run."""
         self._unjudged: dict[Hashable, list[Outgoing]] = {}
         self._judged: list[tuple[Outgoing, bool]] = []
 
     def add(self, owner: Hashable, outgoing: Outgoing) -> None:
-        """An object whose last rows this step computes."""
+        """Add an object whose last tokens this step computes."""
         self._unjudged.setdefault(owner, []).append(outgoing)
         for number, row in enumerate(outgoing.group.rows):
             self._due.setdefault(row.last_layer, []).append((outgoing, number))
@@ -50,7 +50,7 @@ class StepTransfers:
         self.has_run = True
 
     def judge(self, owner: Hashable, counts: bool) -> None:
-        """Whether what the step computed for `owner` counts. Takes effect with `publish`."""
+        """Set whether the step's results for `owner` count. Takes effect with `publish`."""
         self._judged += [(one, counts) for one in self._unjudged.pop(owner, ())]
 
     def publish(self) -> None:

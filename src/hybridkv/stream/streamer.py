@@ -1,4 +1,4 @@
-"""Both halves of one engine's traffic with its stores, in one process."""
+"""Streamer: the finder and the mover of one engine, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.stats import StreamStats
 
 _LAST_READS_S = 2.0
-"""`close` waits this long at most for reads and lookups: no request needs them any more."""
+"""`close` waits at most this long for reads and lookups, which no request needs any more."""
 
 
 class Streamer:
@@ -35,7 +35,7 @@ class Streamer:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pages`: how bytes reach them. `max_waiting_bytes`: of rows that wait to be written."""
+        """`pages`: copies rows into pages and out. `max_waiting_bytes`: bound on rows waiting to be written."""
         self.store = store
         self.catalogue = catalogue
         self.stats = StreamStats()
@@ -57,20 +57,20 @@ class Streamer:
         self._close_timeout_s = close_timeout_s
 
     def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int) -> Fetch | None:
-        """Ask the finder. None also while loads hang on all threads."""
+        """Look up a prompt, as `Finder.find`. None also while loads hang on all threads."""
         if self.mover.is_blocked:
             self.stats.skipped_lookups += 1
             return None
         return self.finder.find(keys, tokens, start, limit)
 
     def ended(self, load: Load, mode: str) -> None:
-        """Count a load that has ended or was given up. Objects that were of use are kept longer by the store."""
+        """Count a load that has ended or was given up. Objects of a successful load are touched in the store."""
         self.mover.ended(load, mode)
         if load.failure is None:
             self.finder.touch(load.names)
 
     def snapshot(self) -> StreamStats:
-        """The counters as they are now; a copy."""
+        """A copy of the current counters."""
         stats = self.stats
         return replace(stats, loads=Counter(stats.loads), failures=Counter(stats.failures))
 
@@ -79,7 +79,7 @@ class Streamer:
         self.mover.drain()
 
     def close(self) -> None:
-        """Write what has been dumped, then close the store. Threads that hang are not waited for."""
+        """Write all dumped objects, then close the store. `close` does not wait for threads that hang."""
         self.mover.close(self._close_timeout_s, _LAST_READS_S)
         self.finder.close(_LAST_READS_S)
         self.store.close()
@@ -89,4 +89,4 @@ class Streamer:
 
 
 def _nobody() -> None:
-    """No engine listens."""
+    """Default of `on_event`: no engine listens."""

@@ -1,7 +1,7 @@
-"""The bytes of rows in a torch buffer: those of a CPU as they are, those of a GPU through pinned memory.
+"""Rows in a torch buffer: CPU memory is copied directly, GPU memory through pinned memory.
 
-Transfers on a GPU run on a stream of their own. What they write is ordered after all that was submitted when they were
-prepared. What they read is ordered before all that is submitted after `settle`.
+GPU transfers run on their own CUDA streams. A copy into pages runs after all work that was submitted before `order`. A
+copy out of pages runs before all work that is submitted after `settle`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hybridkv.plan import GroupPlan, Row
 from hybridkv.stream.row_io import Copy, HostPages, PageBytes
 
 _WORD = torch.int64
-"""What rows are copied as on a GPU: they begin and end on 64 bytes."""
+"""Element type of GPU copies. Rows begin and end on multiples of 64 bytes."""
 
 
 def page_bytes(buffer: torch.Tensor) -> PageBytes:
-    """`buffer`: all bytes of an arena, one after the other."""
+    """Page access for an arena. `buffer`: all its bytes, contiguous."""
     return DevicePages(buffer) if buffer.device.type == "cuda" else HostPages(memoryview(buffer.numpy()))
 
 
@@ -70,5 +70,5 @@ class DevicePages(PageBytes):
 
 
 def _pinned(row: Row, count: int) -> torch.Tensor:
-    """Host memory for the row of so many pages, that a GPU can reach by itself."""
+    """Pinned host memory for the row of `count` pages."""
     return torch.empty((count, row.nbytes // _WORD.itemsize), dtype=_WORD, pin_memory=True)

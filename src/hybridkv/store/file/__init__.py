@@ -1,1 +1,1 @@
-"""A directory that several processes share as one store."""
+"""File store: a directory that several processes share."""

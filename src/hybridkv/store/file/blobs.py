@@ -1,7 +1,7 @@
-"""Blobs as files, for several processes at once: they share one directory and its size limit.
+"""Blobs as files. Several processes share one directory and its size limit.
 
-An object is written under the name of a pending file and renamed when it is whole. A process that is killed leaves at
-most a pending file, which is removed once its lock is free. The age of an object is its file's time of modification.
+An object is written to a pending file, which is renamed when the object is complete. A killed process leaves at most
+pending files; they are removed once their locks are free. An object's age is counted from its file's modification time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FileBlobs(Blobs):
                 return False
             self.folder.make_parents(name)
             if name.namespace in self._described and not self.folder.describes(name.namespace):
-                self._describe(name.namespace)  # it has gone with the directory
+                self._describe(name.namespace)  # the directory was deleted and made again
             os.rename(pending, self.folder.path(name))
             counts.objects += 1
         if self.sync:
@@ -99,7 +99,7 @@ class FileBlobs(Blobs):
         return True
 
     def discard(self, pending: str, nbytes: int) -> None:
-        if not os.path.lexists(pending):  # it has gone with the directory
+        if not os.path.lexists(pending):  # the directory was deleted
             return
         with self.usage_file.open() as counts:
             os.unlink(pending)
@@ -158,7 +158,7 @@ class FileBlobs(Blobs):
         self.usage_file.close()
 
     def recount(self) -> Counts:
-        """From the files themselves. Exact only while the usage file is open."""
+        """Count the files themselves. The result is exact only while the usage file is open."""
         sizes = [found.nbytes for found in self.folder.survey()]
         return Counts(len(sizes), sum(sizes) + self._pending.nbytes())
 
@@ -171,9 +171,10 @@ class FileBlobs(Blobs):
             os.close(pending.fd)
 
     def _evict(self, counts: Counts, goal: int, gone: list[tuple[ObjectName, Blob]], slack: bool = True) -> int:
-        """Get down to `goal` bytes. Others may have been at work: what there is is counted first.
+        """Evict objects until at most `goal` bytes are used. Returns the number of evicted objects.
 
-        Returns how many went; where someone listens, `gone` gets them, open.
+        The files are counted first, since other processes may have changed the directory. If `on_evict` is set, evicted
+        objects are appended to `gone`, opened for reading.
         """
         found = list(self.folder.survey())
         counts.objects = len(found)
@@ -202,7 +203,7 @@ class FileBlobs(Blobs):
         return True
 
     def _tell(self, gone: list[tuple[ObjectName, Blob]]) -> None:
-        """Call while the usage file is closed: the listener may take a while."""
+        """Pass evicted blobs to `on_evict`. Call while the usage file is closed: the hook may be slow."""
         hook = self.on_evict
         for name, blob in gone:
             if hook is None:
@@ -240,17 +241,17 @@ class PendingFileBlob(PendingBlob):
 
 
 class FileStore(BlobStore):
-    """Objects in a directory, at most `size` bytes of them, shared with other processes."""
+    """Objects in a directory shared with other processes, at most `size` bytes in total."""
 
     def __init__(
         self, path: Path, size: int, direct: Direct = Direct.AUTO, sync: bool = False, collect: bool = True
     ) -> None:
-        """`sync`: objects also survive a loss of power. `collect`: remove now what writers that died have left."""
+        """`sync`: objects also survive a power loss. `collect`: remove pending files of dead writers now."""
         super().__init__(FileBlobs(path, size, direct, sync, collect))
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether there is one already."""
+        """Whether `path` already has a file store."""
         return (path / ROOT).is_dir()
 
 

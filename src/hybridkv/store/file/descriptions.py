@@ -1,4 +1,4 @@
-"""What people call namespaces: small files of JSON, whose content anyone may have written."""
+"""Human-readable descriptions of namespaces, in small JSON files. Their content is untrusted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encode_description(info: Mapping[str, str]) -> bytes:
 
 
 def decode_description(raw: bytes) -> dict[str, str] | None:
-    """None for anything that is no description. What a terminal would not just print is left out."""
+    """None if `raw` is not a JSON object. Keys and values that are not short printable strings are left out."""
     try:
         info = json.loads(raw) if len(raw) <= _MOST_BYTES else None
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def _is_plain(text: object) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """Nothing of what is no file."""
+    """Content of a regular file; empty for anything else."""
     try:
         fd = os.open(path, _READ)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""The tree of a file store, all of it below one directory of its own:
+"""Directory layout of a file store. Everything is below one directory of its own:
 
-    hybridkv-v1/ledger                          how much there is
+    hybridkv-v1/ledger                          numbers of objects and bytes
                 objects/<namespace>/<group>/<two digits of the key>/<key>
                 drafts/                         objects being written, each locked by its writer
-                about/<namespace>.json          what people call a namespace
+                about/<namespace>.json          description of a namespace
 
-Files of other names are never touched. `ledger` is the usage file, and `drafts` has the pending files: directories that
-were written under these names stay valid.
+Files with other names are never touched. `ledger` is the usage file, `drafts` has the pending files: existing
+directories use these names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
 ROOT = "hybridkv-v1"
 _PRIVATE = 0o700
-"""What a cache holds can be turned back into prompts."""
+"""Mode of directories: prompts can be reconstructed from cached KV, so only the owner may read it."""
 
 
 class Found(NamedTuple):
@@ -66,7 +66,10 @@ class Folder:
         self._device = os.stat(self.root).st_dev
 
     def mend(self) -> None:
-        """Make again what has gone, but not on another disk: its own may be back, and that one is not to be filled."""
+        """Make missing directories again, but never on another disk.
+
+        If the store's disk was unmounted, the disk below the mount point must not be filled in its place.
+        """
         if not self.root.is_dir() and _device(self.root) != self._device:
             raise StoreFault(f"{self.root} has gone, and so has its disk")
         self._make()
@@ -86,7 +89,7 @@ class Folder:
             return False
 
     def make_parents(self, name: ObjectName) -> None:
-        """Never what is above them: see `mend`."""
+        """Make the directories between `objects` and the object. Those above are made only by `mend`."""
         path = self._objects
         for part in name.path.split("/")[:-1]:
             path = f"{path}/{part}"
@@ -100,7 +103,7 @@ class Folder:
         return os.path.lexists(self.description(namespace))
 
     def survey(self, namespace: str | None = None, group: str | None = None) -> Iterator[Found]:
-        """All objects, by their directory entries alone. What comes or goes meanwhile may be left out."""
+        """List objects from directory entries alone. Objects added or removed meanwhile may be left out."""
         for space in [namespace] if namespace else sorted(filter(is_namespace, _names(self._objects))):
             above = f"{self._objects}/{space}"
             for kind in [group] if group else sorted(filter(is_group, _names(above))):
@@ -108,7 +111,7 @@ class Folder:
                     yield from _files(f"{above}/{kind}/{digits}", space, kind)
 
     def remove_empty(self) -> None:
-        """Directories that hold nothing any more."""
+        """Remove empty directories."""
         for directory, _, _ in os.walk(self._objects, topdown=False):
             if directory != self._objects:
                 with suppress(OSError):
@@ -116,7 +119,7 @@ class Folder:
 
 
 def _device(path: Path) -> int:
-    """Of the disk that it would be made on."""
+    """Device number of the disk that `path` would be made on."""
     for place in path.parents:
         with suppress(FileNotFoundError):
             return os.stat(place).st_dev
@@ -124,7 +127,7 @@ def _device(path: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The path itself, or the nearest above it that there is."""
+    """`path`, or its nearest parent that exists."""
     return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 

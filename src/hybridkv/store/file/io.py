@@ -1,8 +1,8 @@
-"""Reading and writing files of objects.
+"""Reading and writing object files.
 
-Bytes in the page cache are copied from there straight into the caller's buffers. Others are read past it where the file
-system can, through aligned buffers of our own: faster where rows are read here and there or by several threads, never
-much slower, and it leaves the cache to others. docs/store.md has the figures.
+Bytes in the page cache are copied straight into the caller's buffers. Other bytes are read with O_DIRECT, through
+aligned bounce buffers, if the file system supports it. Direct reads are faster for random rows and for several threads,
+never much slower, and they do not displace other data from the page cache. docs/store.md has the figures.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PIECE_BYTES = 1 << 20
 _ALIGNMENT = 4096
 _SMALLEST_DIRECT = 1 << 16
 _MOST_BUFFERS = 1024
-"""In one call, by POSIX."""
+"""Largest number of buffers in one preadv or pwritev call (IOV_MAX)."""
 
 
 class Direct(Enum):
-    """Whether to read past the page cache: what is not in it, everything, or nothing."""
+    """Which rows to read with O_DIRECT: those not in the page cache, all, or none."""
 
     AUTO = "auto"
     ON = "on"
@@ -37,7 +37,7 @@ class Direct(Enum):
 
 
 class faults:  # noqa: N801 - used as a verb
-    """`with faults("read", path):` errors of the operating system are faults of the store."""
+    """`with faults("read", path):` raises StoreFault in place of OSError."""
 
     __slots__ = ("_what",)
 
@@ -59,7 +59,7 @@ _KINDS = {S_IFDIR: "directory", S_IFIFO: "FIFO", S_IFSOCK: "socket", S_IFLNK: "l
 
 
 def kind_of(path: Path) -> str:
-    """What lies where something else was expected, in words."""
+    """The file type at `path`, in words for an error message."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def kind_of(path: Path) -> str:
 
 
 class BouncePool:
-    """Aligned buffers that direct reads land in."""
+    """Aligned buffers that direct reads are made into."""
 
     def __init__(self, keep: int = 16) -> None:
         self._keep = keep
@@ -90,7 +90,7 @@ class BouncePool:
 
 
 class FileBlob(Blob):
-    """A file, open: readable also after it was deleted."""
+    """An open file. It stays readable after it is deleted."""
 
     piece_bytes = PIECE_BYTES
 
@@ -120,7 +120,7 @@ class FileBlob(Blob):
         return _in_full(lambda some, at: os.preadv(self._fd, some, at), offset, buffers)
 
     def _read_cached(self, offset: int, buffers: Buffers) -> int:
-        """As much as the page cache has, without waiting for a disk."""
+        """Read as much as the page cache has, without waiting for the disk."""
         try:
             return os.preadv(self._fd, buffers[:_MOST_BUFFERS], offset, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -128,7 +128,7 @@ class FileBlob(Blob):
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
                 raise
-            self._direct = Direct.OFF  # a file system in memory, most likely
+            self._direct = Direct.OFF  # most likely a file system in memory
             return 0
 
     def _read_direct(self, offset: int, buffers: Buffers, nbytes: int) -> int:
@@ -137,12 +137,12 @@ class FileBlob(Blob):
             return self._read(offset, buffers)
         with self._pool.borrow() as bounce:
             found = os.preadv(fd, [bounce[: -(-nbytes // _ALIGNMENT) * _ALIGNMENT]], offset)
-            if found < nbytes:  # the end of the file, or a read cut short: the other way knows
+            if found < nbytes:  # end of file or a short read: `_read` handles both
                 return self._read(offset, buffers)
             return scatter(bounce[:nbytes], buffers)
 
     def _open_direct(self) -> int | None:
-        """The same file once more; its path may lead to another by now."""
+        """Open the same file with O_DIRECT. Its path may belong to another file by now, so /proc is used."""
         with self._lock:
             if self._direct_fd is None and self._direct is not Direct.OFF:
                 try:
@@ -166,7 +166,7 @@ def can_read_directly(path: str) -> bool:
 
 
 def _in_full(move: Callable[[Buffers, int], int], offset: int, buffers: Buffers) -> int:
-    """Call again until all is done or nothing more comes; how many bytes were moved."""
+    """Call `move` until all buffers are done or it returns 0. Returns the number of bytes moved."""
     done, rest = 0, [view for view in buffers if len(view)]
     while rest:
         moved = move(rest[:_MOST_BUFFERS], offset + done)

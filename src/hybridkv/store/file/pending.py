@@ -1,7 +1,7 @@
-"""Files that are being written. The writer of each holds a lock on it: a file that can be locked is a leftover.
+"""Pending files: objects that are being written. A writer holds a lock on its file.
 
-Files are made, checked and removed only while the usage file is open. So no file is taken for a leftover before its
-writer has locked it.
+A pending file that can be locked is a leftover of a dead writer. Pending files are made, checked and removed only while
+the usage file is open, so a new file cannot be mistaken for a leftover before its writer has locked it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PendingFiles:
         self._directory = str(directory)
 
     def new(self, nbytes: int) -> LockedFile:
-        """An empty file that counts as `nbytes` from now on."""
+        """Make and lock a file of `nbytes` zero bytes."""
         path = f"{self._directory}/{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -60,7 +60,7 @@ class PendingFiles:
 def _remove_if_dead(path: str) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        with suppress(BlockingIOError):  # its writer lives
+        with suppress(BlockingIOError):  # its writer is alive
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
             return os.fstat(fd).st_size

@@ -1,9 +1,11 @@
-"""How many objects and bytes a directory holds: one small file that several processes keep together, behind a lock.
+"""Usage file: the numbers of objects and bytes in a directory, shared by several processes and guarded by a lock.
 
-The lock is flock's, so it ends with the process that holds it. The file is void while it is open: if its process is
-killed, the next process sees that and counts again. Files of the store appear and vanish only while it is open.
+The lock is `flock`, so it is released when its process ends. The counts are zeroed while the file is open: if the
+process is killed, the next one finds them invalid and counts again. Files of the store are added and removed only while
+the usage file is open.
 
-If the directory is removed, `open` raises StoreFault once. The next `open` looks for the directory that is there then.
+If the directory is removed, `open` raises StoreFault once. The next `open` uses the directory that exists by then, or
+makes it again.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ _PATIENCE_S = 2.0
 class Counts:
     objects: int = 0
     nbytes: int = 0
-    """Of objects, and of files that are being written."""
+    """Bytes of objects and of pending files."""
 
 
 class _Gone(StoreFault):
-    """The file is not where other processes look for it."""
+    """The open usage file is no longer the file at its path, which other processes lock."""
 
 
 class UsageFile:
     def __init__(self, path: Path, recount: Callable[[], Counts], mend: Callable[[], None]) -> None:
-        """`mend` puts the directory in order, or raises StoreFault."""
+        """`mend` makes missing directories again, or raises StoreFault."""
         self._path = path
         self._recount = recount
         self._mend = mend
         self._threads = Lock()
         self._closed = False
         self._is_ill = False
-        """A call failed: the directory may be gone, or replaced."""
+        """A call failed: the directory may have been removed or replaced."""
         self._fd = _open(path)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
@@ -62,7 +64,7 @@ class UsageFile:
 
     @contextmanager
     def open(self) -> Iterator[Counts]:
-        """The counts, for one thread of one process at a time. Changes to them are saved."""
+        """Lock the file and yield its counts: one thread of one process at a time. Changes to the counts are saved."""
         with self._threads:
             self._check_open()
             if self._is_ill:
@@ -80,14 +82,14 @@ class UsageFile:
                 raise
 
     def glance(self) -> Counts | None:
-        """The counts as they are, without waiting. None: another process has the file open."""
+        """Read the counts without waiting for the lock. None: another process has the file open."""
         with self._threads:
             self._check_open()
             self._check_place()
             return self._read()
 
     def close(self) -> None:
-        """If a thread hangs while it has the file open, the file stays open."""
+        """Close the file. It is left open if another thread hangs inside `open`."""
         if not self._threads.acquire(timeout=_PATIENCE_S):
             return
         try:
@@ -110,7 +112,7 @@ class UsageFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _check_place(self) -> None:
-        """Other processes lock the file at this path: if that is another file, our lock does not exclude them."""
+        """Raise _Gone if the path leads to another file: other processes lock that one, so our lock has no effect."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -137,7 +139,7 @@ class UsageFile:
 
 
 def _open(path: Path) -> int:
-    """A FIFO opens too: without waiting, and only to be refused."""
+    """Open the file without blocking. Anything but a regular file (a FIFO, say) raises StoreFault."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError:
@@ -151,7 +153,7 @@ def _open(path: Path) -> int:
 
 
 def _misplaced(path: Path) -> str | None:
-    """A message, if something other than a file is at `path`."""
+    """An error message if something other than a file is at `path`."""
     if not os.path.lexists(path) or path.is_file():
         return None
     return (

@@ -1,4 +1,4 @@
-"""Values of objects in a directory, for eviction. Each takes a read, so only the oldest are read, and once."""
+"""Values of stored objects, for eviction. A value is in the object's header: only the oldest objects are read, once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Worth(NamedTuple):
 
 
 class ValueReader:
-    """Remembers what it has read of objects that are still among the oldest."""
+    """Reads values, and caches those of objects that are still among the oldest."""
 
     def __init__(self, open_blob: Callable[[ObjectName], Blob]) -> None:
         self._open = open_blob
         self._known: dict[ObjectName, _Worth] = {}
 
     def candidates(self, found: Sequence[Found], nbytes: int) -> list[Evictable]:
-        """The oldest objects: several times the `nbytes` that have to be freed."""
+        """The oldest objects: several times the `nbytes` to free."""
         oldest: dict[ObjectName, Found] = {}
         room = _TIMES * nbytes
         for one in sorted(found, key=lambda one: one.used_at):
@@ -40,7 +40,7 @@ class ValueReader:
         return [Evictable(name, one.nbytes, one.used_at, *self._known[name]) for name, one in oldest.items()]
 
     def _read(self, name: ObjectName) -> _Worth:
-        """An object that cannot be read has no value."""
+        """The object's value and position; 0 for an object that cannot be read."""
         try:
             blob = self._open(name)
             try:

@@ -1,4 +1,4 @@
-"""Copies of objects between tiers, made in the background by one thread. The queue is bounded in bytes."""
+"""Queue of copies between tiers, bounded in bytes. One background thread makes the copies."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class CopyQueue:
         self._changed = Condition()
         self._waiting: deque[CopyTask] = deque()
         self._nbytes = 0
-        """Of tasks that wait or run."""
+        """Bytes of tasks that wait or run."""
         self._reserved = 0
-        """Room that was reserved and not used yet."""
+        """Bytes reserved and not used yet."""
         self._closed = False
         self._thread: Thread | None = None
 
     def offer(self, task: CopyTask) -> bool:
-        """Queue a task. False: the queue is full. A task larger than the bound is taken when the queue is empty."""
+        """Queue a task. False: the queue is full. An empty queue accepts a task larger than the bound."""
         with self._changed:
             return self._has_room(task.nbytes, self._nbytes) and self._add(task)
 
     def reserve(self, nbytes: int) -> bool:
-        """Keep room for a task that `send` brings later, or that `release` gives up. False: the queue is full.
+        """Reserve room for a task, to be queued by `send` or given up by `release`. False: the queue is full.
 
-        `offer` ignores reserved room: it may bring the only copy of an object, a reserved task never does.
+        `offer` ignores reservations: its task may have the only copy of an object, a reserved task never has.
         """
         with self._changed:
             has_room = self._has_room(nbytes, self._nbytes + self._reserved)
@@ -55,7 +55,7 @@ class CopyQueue:
             return not self._closed and self._add(task)
 
     def release(self, nbytes: int) -> None:
-        """Give reserved room back: its task does not come."""
+        """Give up a reservation."""
         with self._changed:
             self._reserved -= nbytes
 

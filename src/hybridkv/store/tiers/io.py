@@ -1,4 +1,4 @@
-"""Reading from the first of several stores that can, and writing to several at once."""
+"""Reads from the fastest tier that has an object, with fallback to the next; writes to several tiers at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridkv.store.store import Reader, Store, Writer
 
 
 class Listener(Protocol):
-    """Who wants the rows that are read."""
+    """Receives the rows that are read."""
 
     def add(self, row: int, buffers: Sequence[memoryview]) -> None: ...
 
@@ -24,7 +24,7 @@ class Listener(Protocol):
 
 
 class TieredReader(Reader):
-    """Turns to the next store that has the object when one fails. Every copy of a name is as good as any other."""
+    """Falls back to the next store that has the object when a read fails. All copies of a name are equal."""
 
     def __init__(self, stores: Sequence[Store], name: ObjectName, counters: Counters) -> None:
         self._stores = stores
@@ -34,7 +34,7 @@ class TieredReader(Reader):
         self._readers: list[Reader] = []
         self._is_closed = False
         self.level = 0
-        """The store that is read from."""
+        """Index of the store that is read from."""
         self.listener: Listener | None = None
         first = self._open_from(0)
         self._readers.append(first)
@@ -62,7 +62,7 @@ class TieredReader(Reader):
                 reader.close()
 
     def _turn_from(self, reader: Reader, error: StoreError) -> None:
-        """Open the next store's copy, unless another thread has done so. Raises `error` where there is none."""
+        """Open the next store's copy, unless another thread has done so. Raises `error` if there is none."""
         with self._lock:
             if reader is not self._readers[-1]:
                 return
@@ -92,7 +92,7 @@ class TieredReader(Reader):
 
 
 class TieredWriter(Writer):
-    """A store that fails is left out; it is an error only when none is left."""
+    """Writes to several stores. A store that fails is left out; the call raises only if none is left."""
 
     def __init__(self, writers: Sequence[Writer], nbytes: int, counters: Counters | None = None) -> None:
         self._writers = list(writers)
@@ -140,7 +140,7 @@ class TieredWriter(Writer):
 def begin_writing(
     stores: Sequence[Store], name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int
 ) -> list[Writer]:
-    """In all stores that want it and can; raises what is wrong with one only where that leaves none."""
+    """Begin an object in every store that accepts it. Raises a store's fault only if there is no writer at all."""
     writers: list[Writer] = []
     trouble: StoreFault | None = None
     try:
@@ -162,7 +162,7 @@ def begin_writing(
 
 
 def copy_object(reader: Reader, store: Store) -> bool:
-    """False: it is not wanted there."""
+    """Copy an object to `store`. False: the store did not accept it (it exists there, or there is no room)."""
     sizes = [row.nbytes for row in reader.header.rows]
     buffer = np.empty(max(sizes), np.uint8).data
 
@@ -175,7 +175,7 @@ def copy_object(reader: Reader, store: Store) -> bool:
 
 
 def write_object(header: Header, row_of: Callable[[int], memoryview], stores: Sequence[Store]) -> bool:
-    """Write to all that want it; each row is asked for once. False: none did."""
+    """Write an object to all stores that accept it; `row_of` is called once for each row. False: none accepted it."""
     sizes = [row.nbytes for row in header.rows]
     writers = begin_writing(stores, header.name, sizes, value=header.value, position=header.position)
     if not writers:

@@ -1,4 +1,4 @@
-"""Promotion: an object is copied to faster tiers from the rows that a load reads, without a second read."""
+"""Promotion: rows that a load reads from a slow tier are also written to the faster tiers, without a second read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hybridkv.store.tiers.io import write_object
 
 
 class Promotion:
-    """One object's. If not all its rows are read, it is not promoted."""
+    """Promotion of one object. The object is promoted only if all its rows are read."""
 
     def __init__(
         self, header: Header, stores: Sequence[Store], copies: CopyQueue, on_end: Callable[[bool], None]
     ) -> None:
-        """`copies` has reserved room for it. `on_end` is told, once, whether it was written to one of `stores`."""
+        """`copies` has reserved room. `on_end` is called once: whether the object was written to one of `stores`."""
         self._header = header
         self._stores = stores
         self._copies = copies
@@ -32,11 +32,11 @@ class Promotion:
         self._is_closed = False
 
     def add(self, row: int, buffers: Sequence[memoryview]) -> None:
-        """A row that was read, and found right. It is copied; the last one sends the object off."""
+        """Copy a row that was read and verified. The last row queues the object for writing."""
         try:
             data = np.empty(self._header.rows[row].nbytes, np.uint8).data
             gather(data, as_bytes(buffers))
-        except MemoryError:  # the load itself goes on
+        except MemoryError:  # the load itself continues
             self.close()
             return
         with self._lock:
@@ -48,7 +48,7 @@ class Promotion:
             self._on_end(False)
 
     def close(self) -> None:
-        """The load reads no more rows."""
+        """Cancel the promotion if rows are missing: the load reads no more."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,4 +1,4 @@
-"""Several stores as one, the fastest first. Objects move up when they are read, and down as their tier's URL says."""
+"""Tiered store, the fastest tier first. Reads promote objects; the write policy says when they reach lower tiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE_S = 10.0
 
 
 class WritePolicy(Enum):
-    """When objects reach the tier below: at once, or when they are evicted and at the end."""
+    """When objects reach the tier below: at once (write-through), or on eviction and on close (write-back)."""
 
     THROUGH = "through"
     BACK = "back"
@@ -40,7 +40,7 @@ class TieredStore(Store):
     def __init__(
         self, tiers: Sequence[Tier], most_waiting_bytes: int = _MOST_WAITING_BYTES, patience_s: float = _PATIENCE_S
     ) -> None:
-        """`patience_s`: how long `close` waits for a copy that does not end."""
+        """`patience_s`: how long `close` waits for one copy to end."""
         if not tiers:
             raise StoreInputError("no tiers: a tiered store has at least one")
         self.tiers = tuple(tier.store for tier in tiers)
@@ -84,7 +84,7 @@ class TieredStore(Store):
     def objects(
         self, namespace: str | None = None, group: str | None = None, *, headers: bool = False
     ) -> Iterator[Stored]:
-        """Each once, as the fastest tier has it."""
+        """List each object once, as in the fastest tier that has it."""
         seen: set[ObjectName] = set()
         for store in self.tiers:
             for stored in store.objects(namespace, group, headers=headers):
@@ -105,7 +105,7 @@ class TieredStore(Store):
 
     @property
     def stats(self) -> StoreStats:
-        """What callers see once; gauges, evictions and troubles of all tiers together."""
+        """Hits, reads and writes are counted once per call; gauges, evictions and errors are sums over all tiers."""
         stats = self._counters.copy()
         for tier in (store.stats for store in self.tiers):
             stats.objects += tier.objects
@@ -122,20 +122,20 @@ class TieredStore(Store):
         return Leftovers(sum(one.files for one in found), sum(one.nbytes for one in found))
 
     def shrink(self, nbytes: int) -> int:
-        """All tiers together, each to an equal share."""
+        """Shrink all tiers to `nbytes` in total: each tier gets an equal share."""
         return sum(store.shrink(nbytes // len(self.tiers)) for store in self.tiers)
 
     def on_evict(self, hook: EvictionHook | None) -> None:
         self.tiers[-1].on_evict(hook)
 
     def drain(self) -> None:
-        """Wait for the copies that are under way."""
+        """Wait until all queued copies have ended."""
         self._copies.drain()
 
     def close(self) -> None:
-        """Wait for copies under way, and demote what only write-back tiers have.
+        """Demote objects that only write-back tiers have, and wait for queued copies.
 
-        A store that hangs is not waited for.
+        `close` does not wait for a store that hangs.
         """
         if self._closed:
             return
@@ -158,7 +158,7 @@ class TieredStore(Store):
         return found
 
     def _promote(self, reader: TieredReader) -> Promotion | None:
-        """Have an object of a lower tier copied to those above, as it is read."""
+        """Begin to promote an object to the tiers above its own. None: already under way, or the queue is full."""
         name, nbytes = reader.header.name, reader.header.nbytes
 
         def end(is_copied: bool) -> None:
@@ -178,7 +178,7 @@ class TieredStore(Store):
         return Promotion(reader.header, self.tiers[: reader.level], self._copies, end)
 
     def _demote(self, reader: Reader, level: int) -> None:
-        """Copy an object that was evicted above to tier `level`."""
+        """Queue a copy of an object, evicted from the tier above, to tier `level`."""
         if not self._copies.offer(CopyTask(reader.header.nbytes, lambda: self._demote_now(reader, level))):
             reader.close()
             self._drop()
@@ -193,7 +193,7 @@ class TieredStore(Store):
     def _demote_all(self, level: int) -> None:
         try:
             stored = [one.name for one in self.tiers[level].objects()]
-        except StoreFault:  # what it had is lost, the rest must still be closed
+        except StoreFault:  # its objects are lost; the other tiers must still be closed
             self._drop()
             return
         for start in range(0, len(stored), _BATCH):
@@ -203,7 +203,7 @@ class TieredStore(Store):
                     return
 
     def _demote_stored(self, name: ObjectName, level: int) -> bool:
-        """False: there is no use in going on."""
+        """Queue a copy of a stored object to the tier below. False: the queue does not move, so stop."""
         try:
             reader = self.tiers[level].open(name)
         except StoreError:
