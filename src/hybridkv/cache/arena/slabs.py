@@ -253,7 +253,8 @@ class Arena:
     def compact(self, needs: dict[Pool, int], is_pinned: Callable[[Slab], bool], moved: Moved) -> bool:
         """Move all pages of one slab into free pages of its pool's other slabs. False if no slab can be emptied.
 
-        The pool must have a slab's worth of free pages beyond `needs`. It is free when the moves are acknowledged.
+        The slab becomes free when the moves are acknowledged. Only pools with a slab's worth of free pages beyond
+        `needs` are compacted.
         """
         self.file_returned()
         for pool in self.pools.values():
