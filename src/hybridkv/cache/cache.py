@@ -5,7 +5,7 @@
         step = cache.extend(lease, n)               # pages for the next n tokens, as tables; or NoRoom
         run(cache.take_operations(), step)          # copies and zeroing first, in order; then acknowledge them
         cache.commit(lease, sampled=[token])        # publishes whole blocks and checkpoints
-    cache.release(lease)                            # leaves a checkpoint at the very end
+    cache.release(lease)                            # keeps a checkpoint at the end of the request
 
 No method blocks, and none touches device memory. A lease with a step in flight can only be committed or aborted.
 """
@@ -77,7 +77,7 @@ class Cache:
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- lookup -------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: TokenIds, key: LookupKey = PLAIN_KEY) -> Match:
         """Look up a prompt in the index. Read-only."""
@@ -104,7 +104,7 @@ class Cache:
             return False
         return leader.keep_at(match.leader_tokens) if self._prefixes.needs_checkpoints else True
 
-    # --- the life of a request ----------------------------------------------------------------------------------------
+    # --- request lifecycle --------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -255,7 +255,7 @@ class Cache:
             self._placement.reattach(lease, limit)
         return lease.computed
 
-    # --- things that go wrong -----------------------------------------------------------------------------------------
+    # --- invalidation and reset ---------------------------------------------------------------------------------------
 
     def invalidate(self, pages: Mapping[str, Iterable[int]]) -> dict[int, int]:
         """Report pages, by group, whose content is wrong (a failed load, a bad transfer).

@@ -183,7 +183,7 @@ class PrefixCache:
         if last < node.end:
             self.free_blocks(node, max(0, last - node.start))
 
-    # --- what may be evicted ------------------------------------------------------------------------------------------
+    # --- evictable items ----------------------------------------------------------------------------------------------
 
     def _offer_leaf(self, node: Node) -> None:
         if not self.needs_checkpoints:

@@ -39,7 +39,7 @@ class Placement:
         self._next_id += 1
         return lease
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- attach and detach --------------------------------------------------------------------------------------------
 
     def find(
         self, key: bytes, tokens: bytes | bytearray, limit: int, taps: Sequence[int]

@@ -23,7 +23,7 @@ class StepEnd:
         self.block_bytes = placement.block_bytes
         self.state_groups = placement.state_groups
 
-    # --- taking it back -----------------------------------------------------------------------------------------------
+    # --- accept, drop, fail -------------------------------------------------------------------------------------------
 
     def accept(self, lease: Lease, step: InFlight, target: int) -> None:
         """Accept the step's results up to `target`."""
