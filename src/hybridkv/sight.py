@@ -1,7 +1,7 @@
-"""Which tokens a token sees, and what follows from that: blocks that requests hold and that checkpoints keep.
+"""Sight: which tokens a token sees, and therefore which blocks requests hold and checkpoints keep.
 
-The one home of this arithmetic, for layer specs, the cache, kernels and stores. It knows positions and blocks, no
-layers and no pages. It is compiled together with the cache core, which asks these questions in its steps.
+Layer specs, the cache, kernels and stores all use this module for that arithmetic. It knows positions and blocks, but
+no layers and no pages. It is compiled together with the cache core, which calls it in every step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NEVER: Final = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the token at position p sees, itself included: all of [0, p], unless a window or a chunk says less.
+    """The positions that the token at position p sees, itself included: [0, p], or less with a window or a chunk.
 
     Block i is the positions [i * block_tokens, (i + 1) * block_tokens).
     """
 
     window: int | None = None
-    """It sees (p - window, p]."""
+    """The token sees (p - window, p]."""
     chunk: int | None = None
-    """It sees [p // chunk * chunk, p]."""
+    """The token sees [p // chunk * chunk, p]."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.chunk is not None:
@@ -37,7 +37,7 @@ class Sight:
 
     @property
     def is_local(self) -> bool:
-        """Whether later tokens stop seeing a token some day."""
+        """Whether there is a window or a chunk, so that later tokens stop seeing earlier ones."""
         return self.window is not None or self.chunk is not None
 
     def first_visible(self, position: int) -> int:
@@ -52,7 +52,7 @@ class Sight:
         return self.first_visible(position) // block_tokens
 
     def next_slide(self, position: int, block_tokens: int) -> int:
-        """The first position that sees nothing of the first block that `position` sees; NEVER if all see it."""
+        """The first position that no longer sees the first block that `position` sees; NEVER if all later ones do."""
         block_end = (self.first_visible(position) // block_tokens + 1) * block_tokens
         if self.window is not None:
             return block_end + self.window - 1
@@ -61,31 +61,32 @@ class Sight:
         return NEVER
 
     def held_blocks(self, num_tokens: int, block_tokens: int) -> int:
-        """The most blocks that a token of a request of `num_tokens` sees.
+        """Maximum number of blocks that one token of a request of `num_tokens` sees.
 
-        For a request shorter than chunk * block_tokens it is a bound: none of its chunks may begin where the bound
-        supposes.
+        For a request shorter than chunk * block_tokens it is an upper bound: possibly none of its chunks begins at the
+        worst offset in a block.
         """
         num_blocks = -(-num_tokens // block_tokens)
         if not self.is_local:
             return num_blocks
-        # The most are seen from the first token of a block: that block, and what a checkpoint there keeps.
+        # The first token of a block sees the most: that block, and the blocks that a checkpoint there keeps.
         return min(num_blocks, self.checkpoint_blocks(block_tokens) + 1)
 
     def checkpoint_blocks(self, block_tokens: int) -> int:
-        """The most blocks before n that tokens from n on see, n a multiple of `block_tokens`.
+        """Maximum number of blocks before n that tokens from n on see, for n a multiple of `block_tokens`.
 
-        0 where all is seen: full-attention KV is kept for itself, whether there is a checkpoint or not.
+        0 without a window or chunk: full-attention KV is kept independently of checkpoints.
         """
         span = self.window or self.chunk
         if span is None:
             return 0
-        # How far into a block may the visible tokens begin? Windows begin anywhere, chunks at their multiples.
+        # The largest offset in a block at which the visible tokens may begin. Windows begin anywhere, chunks at their
+        # multiples.
         latest_start = block_tokens - gcd(self.chunk or 1, block_tokens)
         return (latest_start + span - 1) // block_tokens
 
     def num_pairs(self, num_tokens: int) -> int:
-        """How many tokens the first `num_tokens` of a sequence see, added up."""
+        """Sum over the first `num_tokens` tokens of a sequence of the number of tokens that each one sees."""
         if self.chunk is not None:
             num_chunks, rest = divmod(num_tokens, self.chunk)
             return num_chunks * _triangle(self.chunk) + _triangle(rest)

@@ -1,4 +1,4 @@
-"""The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled when it is installed."""
+"""The cache core: arena, index, leases and policies. Pure Python, no torch; may be compiled at installation."""
 
 from hybridkv.cache import cache
 from hybridkv.cache.arena.operations import CopyPage, Operation, OperationBatch, ZeroPage, ZeroSlab
@@ -18,7 +18,7 @@ from hybridkv.cache.tokens import LookupKey, lookup_key
 from hybridkv.errors import CacheError
 
 IS_COMPILED = not str(cache.__file__).endswith(".py")
-"""Whether this is the core that HYBRIDKV_COMPILE=1 builds."""
+"""Whether this is the compiled core, built with HYBRIDKV_COMPILE=1."""
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -1,13 +1,13 @@
-"""The cache an engine talks to: `match`, `begin`, `extend`, `commit`, `fork`, `rollback`, `release` and a few more.
+"""The cache API for an engine: `match`, `begin`, `extend`, `commit`, `fork`, `rollback`, `release` and a few more.
 
-    lease = cache.begin(prompt)                     # resumes where every group can
+    lease = cache.begin(prompt)                     # resumes at a position that every group can supply
     while not done:
         step = cache.extend(lease, n)               # pages for the next n tokens, as tables; or NoRoom
         run(cache.take_operations(), step)          # copies and zeroing first, in order; then acknowledge them
         cache.commit(lease, sampled=[token])        # publishes whole blocks and checkpoints
-    cache.release(lease)                            # leaves a checkpoint at the very end
+    cache.release(lease)                            # keeps a checkpoint at the end of the request
 
-No verb waits and none touches memory. A lease whose step is in flight can only be committed or aborted.
+No method blocks, and none touches device memory. A lease with a step in flight can only be committed or aborted.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Cache:
         event_limit: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy`: what to evict first, or its name: lru, flops or reuse. `checkpoint_policy`: where to keep them.
+        """`policy`: eviction policy or its name (lru, flops, reuse). `checkpoint_policy`: where to keep checkpoints.
 
-        `run_operations`: a memory layer that works at once; without one, take and acknowledge operations.
+        `run_operations`: runs copies and zeroing synchronously. Without it, call `take_operations` and `acknowledge`.
         """
         self.layout = layout
         self.block_tokens = layout.block_tokens
@@ -77,10 +77,10 @@ class Cache:
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- lookup -------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: TokenIds, key: LookupKey = PLAIN_KEY) -> Match:
-        """What the index has for a prompt; nothing is touched."""
+        """Look up a prompt in the index. Read-only."""
         found = self._find(pack_tokens(tokens), key)
         resume = found.resume
         num_blocks = (len(found.tokens) // TOKEN_BYTES - 1) // self.block_tokens
@@ -98,13 +98,13 @@ class Cache:
         return Found(key, packed, path, resume, index, index.version)
 
     def follow(self, match: Match) -> bool:
-        """Whether to wait for the leader of a match; if so, it leaves a checkpoint where the two part."""
+        """Whether to wait for the leader of a match. If so, the leader keeps a checkpoint where the prompts diverge."""
         leader = match.leader
         if leader is None or leader.released or leader.aborted or match.leader_tokens <= match.num_tokens:
             return False
         return leader.keep_at(match.leader_tokens) if self._prefixes.needs_checkpoints else True
 
-    # --- the life of a request ----------------------------------------------------------------------------------------
+    # --- request lifecycle --------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -114,9 +114,10 @@ class Cache:
         breakpoints: Sequence[int] = (),
         match: Match | None = None,
     ) -> Lease:
-        """A lease that stands where every group can supply the prompt. Takes no pages, so it always succeeds.
+        """Start a request: a lease at the largest position that every group can supply.
 
-        `match`: of the same tokens and key. Spares a walk through the index if nothing in it has changed since.
+        Allocates no pages, so it always succeeds. `match`: result of `match` for the same tokens and key. It saves the
+        index lookup if the index has not changed since.
         """
         packed = pack_tokens(tokens)
         if not packed:
@@ -134,12 +135,13 @@ class Cache:
     def extend(
         self, lease: Lease, num_tokens: int, *, drafts: TokenIds = (), may_cut: bool = False, num_loaded: int = 0
     ) -> StepTables | NoRoom:
-        """Pages for the next `num_tokens` tokens, or why there is no room; all or nothing.
+        """Allocate pages for the next `num_tokens` tokens, all or none. Returns the step's tables, or `NoRoom`.
 
-        `drafts`: guesses for the last of them, known only if the step accepts them. `may_cut`: the step may be accepted
-        in part, so no state is written in place; with drafts it always may. `num_loaded`: so many of the first are not
-        computed: the caller fills their pages, as `loaded` of the tables says, before the step reads them, or commits
-        the step as failed. Up to all of them. Local groups get pages only for what is seen from there on.
+        `drafts`: speculative tokens at the end of the step; the lease keeps only those that `commit` accepts.
+        `may_cut`: the step may be accepted in part, so no state is written in place. Drafts imply it.
+        `num_loaded`: number of tokens at the start of the step (up to all of them) that are loaded, not computed. The
+        caller fills their pages, listed in `loaded` of the tables, before the step reads them, or commits the step as
+        failed. Local groups get pages only for the loaded blocks that later tokens see.
         """
         self._check_idle(lease)
         if self._pins.live:
@@ -159,7 +161,7 @@ class Cache:
                 step = self._step_begin.send_off_load(lease, start, start + num_loaded, end)
             else:
                 step = self._step_begin.send_off(lease, start, end, num_known, may_cut)
-        except BaseException:  # the memory layer failed: before the step was in flight, its drafts were never known
+        except BaseException:  # the memory layer failed; if the step is not in flight yet, drop its drafts
             if lease.step is None:
                 lease.forget_after(num_known)
             raise
@@ -171,11 +173,11 @@ class Cache:
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
     ) -> int:
-        """The step is done: publish its whole blocks and checkpoints. Returns how many tokens are computed now.
+        """End the step and publish its whole blocks and checkpoints. Returns the number of computed tokens.
 
-        `num_accepted`: fewer than extended if the step was cut back; drafts after them are forgotten. `sampled` are
-        appended to what is known. `failed`: nothing of the step can be used. If so, or if a page it read was
-        invalidated meanwhile, drafts and `sampled` are dropped, and no more tokens are computed than before.
+        `num_accepted`: number of accepted tokens, default all; drafts after them are dropped. `sampled`: tokens to
+        append to the request. `failed`: no result of the step is usable. If the step failed, or a page it read was
+        invalidated meanwhile, drafts and `sampled` are dropped, and the number of computed tokens does not grow.
         """
         step = lease.step
         if step is None:
@@ -201,25 +203,28 @@ class Cache:
             self._step_end.accept(lease, step, step.start + accepted)
             lease.tokens += packed
         if step.loaded_to > step.start:
-            self._groups.run_operations()  # pages of a failed load are free once they have been cleared
+            self._groups.run_operations()  # pages of a failed load become free after they are zeroed
         return 0 if lease.aborted else lease.computed
 
     def _usable(self, step: InFlight, accepted: int) -> tuple[int, bool]:
-        """What is left of a load that was cut, and whether that is nothing. Windows and states are those of its end."""
+        """Number of usable tokens of a load that was accepted in part, and whether there are none.
+
+        Loaded windows and states are those of the load's end, so a shorter load cannot use them.
+        """
         target = (step.start + accepted) // self.block_tokens * self.block_tokens
         if self._prefixes.needs_checkpoints or target <= step.start:
             return 0, True
         return target - step.start, False
 
     def release(self, lease: Lease, *, keep: bool = True) -> None:
-        """The request ends, or is preempted: its end becomes a checkpoint (if `keep`), and its pages go."""
+        """End or preempt a request. If `keep`, a checkpoint is kept at its end; the lease gives up its pages."""
         self._check_idle(lease)
         if keep:
             self._placement.keep_end(lease)
         self._placement.detach(lease)
 
     def abort(self, lease: Lease) -> None:
-        """At any moment. Pages of a step in flight stay until it is committed."""
+        """End a request at any time. Pages of a step in flight are held until the step is committed."""
         if lease.released:
             return
         if lease.step is None:
@@ -229,7 +234,7 @@ class Cache:
             self._leaders.withdraw(lease)
 
     def fork(self, lease: Lease, count: int) -> list[Lease] | NoRoom:
-        """`count` more leases at the same place: a block begun is copied, everything else is shared."""
+        """Make `count` more leases at the same position. A partial block is copied; everything else is shared."""
         self._check_idle(lease)
         if self._pins.live:
             self._pins.expire()
@@ -242,7 +247,7 @@ class Cache:
         return twins
 
     def rollback(self, lease: Lease, limit: int) -> int:
-        """Go back to the largest position <= `limit` that can be resumed; returns it. The tokens stay known."""
+        """Go back to the largest position <= `limit` that can be resumed, and return it. The lease keeps its tokens."""
         self._check_idle(lease)
         if limit < 0:
             raise CacheError(f"cannot roll back to {limit}")
@@ -250,14 +255,14 @@ class Cache:
             self._placement.reattach(lease, limit)
         return lease.computed
 
-    # --- things that go wrong -----------------------------------------------------------------------------------------
+    # --- invalidation and reset ---------------------------------------------------------------------------------------
 
     def invalidate(self, pages: Mapping[str, Iterable[int]]) -> dict[int, int]:
-        """Pages, by group, whose content is wrong (a failed load, a bad transfer).
+        """Report pages, by group, whose content is wrong (a failed load, a bad transfer).
 
-        Everything derived from them leaves the index, and every lease that uses them goes back to the largest position
-        at or before its first invalid one. Returns the new positions of those leases by id; a lease with a step in
-        flight goes back when that is committed, whatever it says. Pins of invalid pages break.
+        Everything derived from them leaves the index. Every lease that uses them goes back to the largest position that
+        can be resumed at or before its first invalid one. A lease with a step in flight goes back when the step is
+        committed, whatever its result. Pins of invalid pages break. Returns the new positions of leases by id.
         """
         bad = {name: {page for page in numbers if page > NULL_PAGE} for name, numbers in pages.items()}
         for name in bad:
@@ -292,7 +297,7 @@ class Cache:
         return moved
 
     def reset(self) -> None:
-        """A new epoch (new weights): nothing of the old one is found. Running leases and pins keep what they hold."""
+        """Start a new epoch (new weights): the index is emptied. Running leases and pins keep the pages they hold."""
         self.epoch += 1
         self._prefixes.history.log.clear()
         for root in self._prefixes.index.drop_all_roots():
@@ -301,12 +306,11 @@ class Cache:
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
     def pin(self, tokens: TokenIds, ttl_seconds: float, key: LookupKey = PLAIN_KEY, *, limit: int | None = None) -> Pin:
-        """Pin the pages of a prefix for a transfer: they are neither evicted nor moved until it is unpinned or expires.
+        """Pin the pages of a prefix for a transfer: they are neither evicted nor moved until the pin ends or expires.
 
-        `num_tokens` of the result says how much is pinned: the largest n, at most `limit`, that every group can supply;
-        0 if there is none. `pages` of the result has the pages to read once `state` says that they are ready: the pages
-        are moved together first, and these copies must be acknowledged. A prefix that lacks the room for that is pinned
-        where it is. Always succeeds.
+        `num_tokens` of the pin: the largest n, at most `limit`, that every group can supply; 0 if there is none.
+        `pages` of the pin: the pages to read, available when `state` is ready. The pages are first moved into few slabs
+        if there is room, and these copies must be acknowledged; without room they stay in place. Always succeeds.
         """
         _check_ttl(ttl_seconds)
         if limit is not None and limit < 0:
@@ -321,7 +325,7 @@ class Cache:
         return self._pins.add(lease, ttl_seconds)
 
     def renew(self, pin: Pin, ttl_seconds: float) -> None:
-        """Let a pin expire that long from now, sooner or later than it would have. It must not have ended."""
+        """Set a pin to expire `ttl_seconds` from now, earlier or later than before. The pin must not have ended."""
         _check_ttl(ttl_seconds)
         self._pins.expire()
         if pin.ended is not None:
@@ -329,26 +333,26 @@ class Cache:
         self._pins.renew(pin, ttl_seconds)
 
     def unpin(self, pin: Pin) -> None:
-        """Its pages are ordinary again. Does nothing if the pin has ended."""
+        """End a pin: its pages may be evicted and moved again. Does nothing if the pin has ended."""
         self._pins.end(pin, PinState.UNPINNED)
 
     @property
     def pins(self) -> Sequence[Pin]:
-        """Those that have not ended."""
+        """Pins that have not ended."""
         self._pins.expire()
         return tuple(self._pins.live.values())
 
     def pinned_slabs(self) -> int:
-        """Slabs that pins keep in place."""
+        """Number of slabs that pins exclude from compaction."""
         self._pins.expire()
         return len(self._running.transfer_slabs())
 
     def take_operations(self) -> OperationBatch | None:
-        """Copies and zeroing to run, in order, before the next step; None if there are none."""
+        """Take the copies and zeroing to run, in order, before the next step; None if there are none."""
         return self._groups.arena.take_operations()
 
     def acknowledge(self, batch_id: int) -> None:
-        """A batch of operations is done."""
+        """Report that a batch of operations is done."""
         try:
             self._groups.arena.acknowledge(batch_id)
         except KeyError as error:
@@ -363,14 +367,14 @@ class Cache:
         return tuple(self._running.leases.values())
 
     def pages_in_use(self) -> dict[str, int]:
-        """Pages of each pool that are held or wait for an operation."""
+        """Number of pages of each pool that are held or wait for an operation."""
         return self._groups.arena.pages_in_use()
 
     def slabs_in_use(self) -> dict[str, int]:
         return self._groups.arena.slabs_in_use()
 
     def check_integrity(self) -> None:
-        """Recount everything from scratch; raises AssertionError where the books are wrong."""
+        """Recount all references from scratch; raises AssertionError if a count is wrong."""
         check_integrity(self._prefixes, self._running, self._pins)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -388,7 +392,7 @@ class Cache:
             raise CacheError("the lease has a step in flight: commit it first")
 
     def _found_again(self, found: Found, packed: bytes, key: LookupKey) -> Found:
-        """What a match has found, if that is still so; else what the index has now."""
+        """The lookup result of a match if the index has not changed since; else a new lookup."""
         if found.tokens != packed or found.key != key or found.source is not self._prefixes.index:
             raise CacheError(
                 "the match is not of these tokens and this key in this cache: pass the one that is, or none"

@@ -1,4 +1,4 @@
-"""The books, counted again from scratch. Slow; for tests and for moments when nothing runs."""
+"""Integrity check: recounts all references from scratch. Slow; for tests, and for times when nothing runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hybridkv.cache.steps.running import Running
 
 
 def check_integrity(prefixes: PrefixCache, running: Running, pins: Pins) -> None:
-    """Every page is free, waiting or held, by as many as we think; all groups of a lease stand at the same depth.
+    """Assert that every page is free, waiting or held, and that all reference counts are right.
 
-    Pins have the pages they began with.
+    Also that all groups of a lease have the same number of blocks, and that pins still have the pages they began with.
     """
     _Recount(prefixes, running).check()
     assert pins.live.keys() == running.transfers.keys()
@@ -36,9 +36,9 @@ class _Recount:
         self.owned: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
         """Pages with one owner."""
         self.local: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
-        """Holds on pages of local groups."""
+        """References to pages of local groups."""
         self.listed: dict[str, Counter[int]] = {name: Counter() for name in groups.arena.pools}
-        """Pages of local groups that nodes name."""
+        """Pages of local groups that are listed in nodes."""
         self.states: dict[State, int] = {}
         """The state group of each state."""
         self.state_holds: Counter[State] = Counter()
@@ -170,5 +170,5 @@ class _Recount:
 
 
 def _is_loading(lease: Lease) -> bool:
-    """Blocks that a local group does not see after a load have no pages."""
+    """Whether a load is in flight. Blocks that a local group does not see after the load have no pages."""
     return lease.step is not None and lease.step.loaded_to > lease.step.start

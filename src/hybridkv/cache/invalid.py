@@ -1,4 +1,4 @@
-"""Recovery from pages whose content is wrong: what leaves the index, and how far each lease must go back."""
+"""Recovery from invalid pages: removes them from the index, and finds how far each lease must go back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BadPages = dict[int, set[int]]
 
 
 class Invalid:
-    """Some invalid pages, and what they spoil."""
+    """A set of invalid pages, and everything derived from them."""
 
     def __init__(self, prefixes: PrefixCache, tokens: BadPages, states: BadPages) -> None:
         self.prefixes = prefixes
@@ -23,9 +23,9 @@ class Invalid:
         self.states = states
 
     def first_bad_position(self, lease: Lease) -> int | None:
-        """The first position of a lease that is invalid or derived from something invalid.
+        """The first position of a lease that is invalid or derived from invalid data.
 
-        From `lease.computed` on it concerns pages only that nothing has been computed into yet.
+        A position at or after `lease.computed` concerns only pages that have no computed tokens yet.
         """
         return min([*self._in_tables(lease), *self._in_path(lease), *self._in_states(lease)], default=None)
 
@@ -40,7 +40,7 @@ class Invalid:
             yield lease.leaf.end * size
 
     def _in_states(self, lease: Lease) -> Iterator[int]:
-        """A bad state at a position means that it must be computed from before that position."""
+        """A bad state must be recomputed, so the lease goes back to before the state's position."""
         before = max(0, lease.computed - 1)
         if lease.pages.tail is not None and self._is_bad(lease.pages.tail):
             yield before
@@ -57,7 +57,7 @@ class Invalid:
             yield before if lease.step.in_place else lease.step.start
 
     def _in_path(self, lease: Lease) -> Iterator[int]:
-        """Windows the lease has left behind, and checkpoints on its way: it may be derived from them."""
+        """Blocks that are out of the window, and checkpoints on the path: the lease may be derived from them."""
         for node in lease.leaf.path():
             block = self._first_bad_block(node)
             if block is not None:
@@ -67,14 +67,14 @@ class Invalid:
                     yield checkpoint.position
 
     def clear_pages(self) -> None:
-        """Whoever has these pages next must not find what a failed load left there."""
+        """Zero the invalid pages, so that their next holder does not read leftovers of a failed load."""
         for pools, by_group in ((self.groups.token_pools, self.tokens), (self.groups.state_pools, self.states)):
             for group, bad in by_group.items():
                 for page in bad:
                     self.groups.arena.clear(pools[group], page)
 
     def cut_out(self, node: Node) -> None:
-        """Take what is invalid, and all after it, out of the index."""
+        """Remove invalid blocks and checkpoints of `node`, and everything after them, from the index."""
         size = self.prefixes.block_tokens
         bad = [checkpoint for checkpoint in node.checkpoints if self._is_bad(checkpoint)]
         position = min((checkpoint.position for checkpoint in bad), default=None)
@@ -117,5 +117,5 @@ class Invalid:
 
 
 def _first_index(pages: Pages, wanted: set[int]) -> int | None:
-    """Where the first of the wanted pages is."""
+    """Index of the first page that is in `wanted`."""
     return next((i for i, page in enumerate(pages) if page in wanted), None)

@@ -1,4 +1,4 @@
-"""What the cache core must know of a plan: the groups, how they look back, and how slabs are cut. No layers."""
+"""The part of a plan that the cache core uses: groups, their sight, and pages per slab. No layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridkv.spec import AttentionLayer, HiddenTap, LinearState
 
 
 class Role(StrEnum):
-    """How a group supplies a position n: what must be there for a request to resume at n."""
+    """What a group must have for a request to resume at position n."""
 
     FULL = "full"
     """Every block of [0, n)."""
     LOCAL = "local"
-    """The blocks a window or chunk still sees at n."""
+    """The blocks that a window or chunk still sees at n."""
     TAP = "tap"
-    """Every block of [0, n), but only for requests that ask."""
+    """Every block of [0, n), but only for requests that use the tap."""
     STATE = "state"
     """A state at exactly n."""
 
@@ -35,9 +35,9 @@ class CacheGroup:
     page_bytes: int = 1
     pages_per_state: int = 1
     sight: Sight = EVERYTHING
-    """What a token sees in this group: less than everything in local groups only."""
+    """The tokens that a token sees in this group. Only local groups see less than everything."""
     pool: str = ""
-    """Groups of one pool share pages: the tapped layers do. Default: a pool of its own."""
+    """Name of the pool. Groups of one pool share its slabs, as tapped layers do. Default: a pool of its own."""
 
     @property
     def pool_name(self) -> str:
@@ -46,14 +46,14 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The groups of a cache in the order of all its tables: full, local and tap groups, then states apart."""
+    """The groups of a cache, in the order of all its tables: full, local, tap; state groups are listed separately."""
 
     block_tokens: int
     num_slabs: int
     token_groups: tuple[CacheGroup, ...]
     state_groups: tuple[CacheGroup, ...]
     kv_bytes_per_token: int = field(default=0)
-    """Of full attention: what a checkpoint's bytes are weighed against."""
+    """Bytes of full-attention KV per token, with which the bytes of a checkpoint are compared."""
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class CacheLayout:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> CacheLayout:
-        """The plan's slabs, and its pages at the plan's addresses."""
+        """The layout of a plan, with the same slabs and page addresses."""
         return cls.of(
             [group for planned in plan.groups for group in _cache_groups(planned)],
             block_tokens=plan.options.block_tokens,
@@ -92,19 +92,19 @@ class CacheLayout:
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether blocks alone cannot be resumed from."""
+        """Whether full-attention blocks alone are not enough to resume: there are state groups or local groups."""
         return bool(self.state_groups) or any(group.role is Role.LOCAL for group in self.token_groups)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint on a block boundary keeps at most, besides full-attention KV."""
+        """Maximum bytes that a checkpoint on a block boundary keeps, besides full-attention KV."""
         states = sum(group.page_bytes * group.pages_per_state for group in self.state_groups)
         local = sum(group.page_bytes * group.sight.checkpoint_blocks(self.block_tokens) for group in self.token_groups)
         return states + local
 
 
 def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
-    """One cache group for each group of the plan, but one for each tapped layer: they come and go one by one."""
+    """One cache group per group of the plan, but one per tapped layer: requests use tapped layers individually."""
     spec, per_slab, stride = planned.specs[0], planned.pages_per_slab, planned.stride_bytes
     if isinstance(spec, HiddenTap):
         return [CacheGroup(f"tap{layer}", Role.TAP, per_slab, stride, pool=planned.name) for layer in planned.layers]

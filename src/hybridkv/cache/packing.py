@@ -1,4 +1,7 @@
-"""Gathering pages in few slabs, so that pinning them blocks few. Knows nothing of tokens or requests."""
+"""Moves pages into few slabs, so that pinning them excludes few slabs from compaction.
+
+It knows nothing of tokens or requests.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from hybridkv.cache.arena.pools import Pool, Slab
 from hybridkv.cache.arena.slabs import Arena, Moved
 
 _Target: TypeAlias = "Slab | None"
-"""A slab to gather pages in; None: one that no pool has yet."""
+"""A slab to move pages into; None: a slab that no pool owns yet."""
 
 
 def pack(arena: Arena, pool: Pool, pages: Sequence[int], fixed: set[Slab], moved: Moved) -> None:
-    """Move pages of one pool into as few slabs as free memory allows. Those in `fixed` slabs stay.
+    """Move pages of one pool into as few slabs as free memory allows. Pages in `fixed` slabs stay.
 
-    Nothing is evicted for it. Where no fewer slabs would do, nothing moves.
+    Nothing is evicted. If the pages cannot fit into fewer slabs, nothing moves.
     """
     arena.file_returned()
     ours = Counter([pool.slab_of(page) for page in pages])
@@ -36,7 +39,7 @@ def pack(arena: Arena, pool: Pool, pages: Sequence[int], fixed: set[Slab], moved
 
 
 def _choose(arena: Arena, pool: Pool, ours: Counter[Slab], staying: Sequence[_Target]) -> list[_Target]:
-    """The fewest slabs that hold, with those that stay, all our pages; of these, slabs that many are in already."""
+    """The fewest slabs that, with `staying`, can hold all our pages; preferably slabs that already contain many."""
     room: dict[_Target, int] = {slab: ours[slab] + len(slab.free) for slab in pool.slabs.values()}
     room[None] = pool.pages_per_slab
     missing = sum(ours.values()) - _total(room, staying)

@@ -1,7 +1,7 @@
-"""Pins: prefixes whose pages neither leave nor move, so that a transfer can read them while the cache goes on.
+"""Pins: prefixes whose pages are neither evicted nor moved, so that a transfer can read them while requests run.
 
-A pin is a lease that computes nothing, so its pages are not evicted. The slabs its pages are in are not compacted
-either. Before that, the pages are moved together, so that a pin blocks few slabs.
+A pin is a lease that computes nothing, so its pages are not evicted. The slabs of its pages are not compacted either.
+`Pins.add` first moves the pages together, so that a pin excludes few slabs from compaction.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ class PinState(StrEnum):
     """Whether the pages of a pin can be read."""
 
     WAITING = "waiting"
-    """Not yet: operations that were asked for before it are not acknowledged."""
+    """Not yet: operations requested up to the pin's creation are not acknowledged."""
     READY = "ready"
     UNPINNED = "unpinned"
     EXPIRED = "expired"
     BROKEN = "broken"
-    """Pages it was made of turned out invalid: what a transfer has read is wrong."""
+    """Pages of the prefix were invalidated: data that a transfer has read is wrong."""
 
 
 class PinnedPages(NamedTuple):
-    """The pages of a prefix, in the shape of the pages that `extend(num_loaded=)` has others fill."""
+    """The pages of a prefix, in the same form as the pages that the caller fills for `extend(num_loaded=)`."""
 
     tables: dict[str, Pages]
-    """By token group: the page of each block. The null page: a block that is not seen from the prefix's end on."""
+    """By token group: the page of each block. The null page: a block that tokens after the prefix do not see."""
     states: dict[str, tuple[int, ...]]
     """By state group: the pages of the state at the prefix's end. Null pages: the zero state of position 0."""
 
 
 class Pin:
-    """A prefix whose pages stay where they are until a time."""
+    """A prefix whose pages stay in place until `expires_at`."""
 
     __slots__ = ("_arena", "_pages", "_waits_for", "ended", "expires_at", "lease", "num_tokens")
 
     def __init__(self, lease: Lease, expires_at: float, pages: PinnedPages, arena: Arena) -> None:
         self.lease = lease
         self.num_tokens = lease.computed
-        """How much of the prefix is pinned: the largest n that every group can supply."""
+        """Number of pinned tokens: the largest n that every group can supply."""
         self.expires_at = expires_at
         self.ended: PinState | None = None
-        """How it ended; None: its pages are pinned."""
+        """Final state; None while its pages are pinned."""
         self._pages = pages
         self._arena = arena
         self._waits_for = arena.num_asked
@@ -67,7 +67,7 @@ class Pin:
 
     @property
     def pages(self) -> PinnedPages:
-        """The pages to read. What was read is right if the pin is still ready after that."""
+        """The pages to read. The data is valid if the pin is still ready after the read."""
         state = self.state
         if state is PinState.WAITING:
             raise CacheError("the pin is waiting: run and acknowledge the operations taken since, then ask again")
@@ -76,7 +76,7 @@ class Pin:
         return self._pages
 
     def check_integrity(self) -> None:
-        """The lease still has the pages that were pinned, and no others."""
+        """Assert that the lease still has exactly the pages that were pinned."""
         assert self.ended is None
         assert self.lease.computed == self.num_tokens
         assert self._pages.tables.keys() == self.lease.named_tables.keys()
@@ -98,13 +98,13 @@ class Pins:
         self.running = placement.running
         self.stats = placement.stats
         self.live: dict[int, Pin] = {}
-        """By the id of their lease."""
+        """Pins that have not ended, by the id of their lease."""
         self._clock = clock
         self._next_expiry = math.inf
-        """No pin expires before."""
+        """No pin expires before this time."""
 
     def add(self, lease: Lease, ttl_seconds: float) -> Pin:
-        """Pin what a lease holds, after moving it together."""
+        """Move the pages of a lease together, then pin them."""
         self._pack(lease)
         expires_at = self._expiry(ttl_seconds)
         pin = Pin(lease, expires_at, self._pages_of(lease), self.groups.arena)
@@ -122,7 +122,7 @@ class Pins:
         pin.expires_at = self._expiry(ttl_seconds)
 
     def end(self, pin: Pin, state: PinState) -> None:
-        """Its pages are ordinary again."""
+        """End a pin: its pages may be evicted and moved again."""
         if pin.ended is None:
             pin.ended = state
             del self.live[pin.lease.id]
@@ -140,7 +140,7 @@ class Pins:
         self._next_expiry = min((pin.expires_at for pin in self.live.values()), default=math.inf)
 
     def break_off(self, lease: Lease) -> None:
-        """Something that a pin's lease holds, or was derived from, is invalid."""
+        """End the pin of `lease` because one of its pages, or a page they were derived from, is invalid."""
         self.stats.pins_broken += 1
         self.end(self.live[lease.id], PinState.BROKEN)
 
@@ -178,7 +178,7 @@ class Pins:
                     yield pool, page
 
     def _pack(self, lease: Lease) -> None:
-        """Move its pages together, but for those that steps in flight and other pins have in place."""
+        """Move the pages of a lease together, except those that steps in flight or other pins use."""
         arena, by_pool = self.groups.arena, dict[Pool, list[int]]()
         for pool, page in self._places(lease):
             by_pool.setdefault(pool, []).append(page)
@@ -188,7 +188,7 @@ class Pins:
         self.stats.pages_moved = arena.num_moves
 
     def _slabs_in_flight(self, lease: Lease) -> set[Slab]:
-        """Slabs in which steps in flight use pages of this lease: the blocks they share, and states."""
+        """Slabs with pages of this lease (shared blocks and states) that steps in flight use."""
         nodes, states = set[Node](), set[State | None]()
         for other in self.running.in_flight.values():
             nodes.update(other.leaf.path())
@@ -202,7 +202,7 @@ class Pins:
 
 
 def _states_of(lease: Lease) -> Iterator[State | None]:
-    """Those of a step in flight: before it, inside it and after it."""
+    """The states of a step in flight: before, inside and after it."""
     assert lease.step is not None
     yield from lease.pages.states
     yield from lease.step.old_states

@@ -1,4 +1,4 @@
-"""What the cache counts, and the events it tells."""
+"""Counters and events of the cache."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import NamedTuple
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counters since the start. Tokens and blocks, never bytes: the plan knows those."""
+    """Counters since the start. They count tokens and blocks, never bytes; the plan has the sizes."""
 
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     misses: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens that were not supplied, by reason."""
+    """Prompt tokens that the index did not supply, by reason."""
     checkpoints_kept: int = 0
     checkpoints_hit: int = 0
     checkpoints_skipped: int = 0
-    """Wanted, but there was no page to spare."""
+    """Wanted checkpoints that were not kept because there was no room."""
     checkpoints_evicted: int = 0
     blocks_published: int = 0
     blocks_shared: int = 0
-    """Computed although another request had published the same block meanwhile; one copy is kept."""
+    """Blocks that were computed, but that another request published first; one copy is kept."""
     blocks_evicted: int = 0
     loaded_tokens: int = 0
-    """Prompt tokens that the index did not have, and that were loaded into it."""
+    """Prompt tokens that the index did not have and that were loaded."""
     rollbacks: int = 0
     rolled_back_tokens: int = 0
     invalid_pages: int = 0
@@ -37,19 +37,19 @@ class CacheStats:
     pins: int = 0
     pins_expired: int = 0
     pins_broken: int = 0
-    """Pins that ended because pages turned out invalid."""
+    """Pins that ended because pages were invalidated."""
 
 
 class Event(NamedTuple):
     kind: str
-    """stored, removed (with block names), hit, missed (with tokens, and why)."""
+    """stored or removed (with `keys`), hit (with `tokens`) or missed (with `tokens` and `reason`)."""
     keys: tuple[bytes, ...] = ()
     tokens: int = 0
     reason: str = ""
 
 
 class Events:
-    """Events for those who listen; the oldest are dropped and counted if nobody takes them."""
+    """A bounded queue of events. If it is full, the oldest event is dropped and counted."""
 
     def __init__(self, limit: int) -> None:
         self.enabled = limit > 0

@@ -1,5 +1,4 @@
-"""Tokens as bytes, four a token, so that comparing prefixes is one memcmp; what they are looked up under; and the names
-of blocks outside."""
+"""Tokens as packed bytes (four per token, so that comparing prefixes is one memcmp), lookup keys, and block keys."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _structs: dict[int, struct.Struct] = {}
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian int32. An int32 array or packed bytes are taken as they are; lists cost more."""
+    """Token ids as little-endian int32. int32 arrays and packed bytes are used as they are; lists are slower."""
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % TOKEN_BYTES:
             raise InputError(f"{len(tokens)} bytes of tokens: packed tokens take {TOKEN_BYTES} bytes each")
@@ -32,7 +31,7 @@ def pack_tokens(tokens: TokenIds) -> bytes:
             raise InputError(f"tokens of dtype {tokens.dtype} and shape {tokens.shape}: pass one row of int32")
         return tokens.tobytes()
     count = len(tokens)
-    if count == 1:  # what decoding samples
+    if count == 1:  # a decode step
         only: object = tokens[0]
         if type(only) is int and 0 <= only < 2**31:
             return only.to_bytes(TOKEN_BYTES, "little")
@@ -48,16 +47,16 @@ def pack_tokens(tokens: TokenIds) -> bytes:
 
 
 class LookupKey(NamedTuple):
-    """What a request's tokens are looked up under, in the index and in stores. Made by `lookup_key`."""
+    """Key for looking up a request's tokens in the index and in stores. Made by `lookup_key`."""
 
     root: bytes
-    """Separates tenants, adapters and media: different roots never meet, in the tree or in block names."""
+    """Separates tenants, adapters and media: different roots share neither nodes of the tree nor block keys."""
     taps: tuple[str, ...]
-    """Groups of tapped layers that the request needs too."""
+    """Groups of tapped layers that the request also needs."""
 
 
 def lookup_key(salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()) -> LookupKey:
-    """A request's key. `salt`: its tenant. `extra_keys`: its adapter, its media. `taps`: tapped layers by group."""
+    """Make a request's key. `salt`: its tenant. `extra_keys`: its adapter and media. `taps`: tapped layers by group."""
     try:
         root = _root_key(salt, tuple(extra_keys))
     except (AttributeError, TypeError, UnicodeEncodeError):
@@ -79,10 +78,10 @@ PLAIN_KEY = lookup_key()
 
 
 def block_keys(anchor: bytes, tokens: bytes | bytearray, first: int, last: int, block_bytes: int) -> list[bytes]:
-    """The names of blocks [first, last) of a prompt: SHA-256 over the root key and all tokens up to a block's end.
+    """The keys of blocks [first, last) of a prompt: SHA-256 over the root key and all tokens up to a block's end.
 
-    Chained, but not block by block: every `ANCHOR_BLOCKS`-th name stands for all before it, and those up to the next
-    are made from it (`anchor`: the one before `anchor_block(first)`) and the tokens since, in one run of the hash.
+    The hash is chained at every `ANCHOR_BLOCKS`-th block (an anchor), not at every block. A key is the hash of the last
+    anchor's key and all tokens since. `anchor`: the key of the block before `anchor_block(first)`.
     """
     keys: list[bytes] = []
     start = anchor_block(first)
@@ -101,5 +100,5 @@ def block_keys(anchor: bytes, tokens: bytes | bytearray, first: int, last: int, 
 
 
 def anchor_block(block: int) -> int:
-    """The first block after the name that the name of `block` is made from."""
+    """The first block after the anchor from which the key of `block` is made."""
     return block // ANCHOR_BLOCKS * ANCHOR_BLOCKS

@@ -1,1 +1,1 @@
-"""Slabs, pools and pages: who has which bytes of the arena, and moves."""
+"""The arena: slabs, pools and pages, their allocation, and page moves."""

@@ -1,4 +1,4 @@
-"""Compaction: pages move together so that slabs run empty, and all holders of a page learn where it is."""
+"""Compaction: moves pages together so that slabs become free, and updates all holders of the moved pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Compactor:
         return True
 
     def pages_moved(self, slab: Slab, moved: dict[int, int]) -> None:
-        """Tell nodes, checkpoints and leases where pages of a slab are now."""
+        """Update nodes, checkpoints and leases after pages of a slab have moved. `moved`: old page to new page."""
         pool = slab.pool
         tokens = [i for i, candidate in enumerate(self.groups.token_pools) if candidate is pool]
         states = [i for i, candidate in enumerate(self.groups.state_pools) if candidate is pool]

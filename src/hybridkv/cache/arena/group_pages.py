@@ -1,7 +1,7 @@
-"""The pages of all groups: their pools, and references on pages and states. Nothing here decides what is kept.
+"""The pages of all groups: their pools, and reference counts of pages and states. Decides nothing about retention.
 
 A page of a full group or a tap has one owner: a node, or a lease before the page is published. A page of a local group
-counts its holders: the leases that see it and the checkpoints that need it. A state counts its holders too.
+has a reference count: the leases that see it and the checkpoints that need it. So has a state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridkv.sight import NEVER
 
 
 class GroupPages:
-    """The arena, by group. Groups are named by their index in the layout."""
+    """The arena, by group. A group is given as its index in the layout."""
 
     def __init__(
         self, layout: CacheLayout, run_operations: Callable[[Sequence[Operation]], None] | None = None
@@ -40,7 +40,7 @@ class GroupPages:
         self._run_operations = run_operations
 
     def run_operations(self) -> None:
-        """Run the operations that wait, if the memory layer works at once."""
+        """Run the pending operations, if the memory layer is synchronous."""
         if self._run_operations is not None and (batch := self.arena.take_operations()) is not None:
             try:
                 self._run_operations(batch.operations)
@@ -55,11 +55,11 @@ class GroupPages:
         return self._sights[group].first_visible(position) // self._block_tokens
 
     def next_slide(self, position: int) -> int:
-        """The first position from which some local group sees a block less than from `position`."""
+        """The first position at which some local group no longer sees a block that it sees at `position`."""
         return min((sight.next_slide(position, self._block_tokens) for sight in self._local_sights), default=NEVER)
 
     def hold_local(self, leaf: Node, group: int, first: int, last: int) -> Pages:
-        """Add a reference to each page of blocks [first, last) of the path to `leaf`; returns the pages."""
+        """Add a reference to each page of blocks [first, last) of the path to `leaf`. Returns the pages."""
         held = make_pages()
         for _, pages, start, end in _runs_upwards(leaf, group, first, last):
             held = pages[start:end] + held
@@ -67,9 +67,9 @@ class GroupPages:
         return held
 
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> bool:
-        """Drop a reference to each of these pages. Pages without one leave their node and are free; True if some are.
+        """Drop a reference to each page of blocks [first, last) of the path to `leaf`. True if some became free.
 
-        Call it through `PrefixCache`, which tells the index.
+        Free pages are removed from their node. Call it through `PrefixCache`, which updates the index version.
         """
         pool, is_changed = self.token_pools[group], False
         for node, pages, start, end in _runs_upwards(leaf, group, first, last):
@@ -89,7 +89,7 @@ class GroupPages:
         return is_changed
 
     def free_pages(self, group: int, pages: Pages) -> None:
-        """Free the pages of blocks that have no other holder; null pages are skipped."""
+        """Free pages that have no other holder. Null pages are skipped."""
         if NULL_PAGE in pages:
             pages = make_pages(page for page in pages if page != NULL_PAGE)
         self.arena.give_back(self.token_pools[group], pages)
@@ -103,7 +103,7 @@ class GroupPages:
     # --- states -------------------------------------------------------------------------------------------------------
 
     def drop_states(self, states: Sequence[State | None]) -> None:
-        """Drop a reference to each state, by group. Pages of a state without one are free."""
+        """Drop a reference to each state, by group. Pages of a state without references are freed."""
         for group, state in enumerate(states):
             if state is not None:
                 state.refs -= 1
@@ -121,7 +121,7 @@ class GroupPages:
 
 
 def _runs_upwards(leaf: Node, group: int, first: int, last: int) -> Iterator[tuple[Node, Pages, int, int]]:
-    """Blocks [first, last) of the path to `leaf`, node by node from its end: the node's pages, and which of them."""
+    """Blocks [first, last) of the path to `leaf`, from its end upwards: node, its pages, and the range in them."""
     node = leaf
     while last > first:
         node = node.at_block(last - 1)

@@ -1,4 +1,4 @@
-"""What the memory layer is asked to do between steps."""
+"""Operations that the memory layer runs between steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class CopyPage(NamedTuple):
 
 
 class ZeroSlab(NamedTuple):
-    """Clear a slab that has changed pools: bytes of one kind are nonsense, even NaN, to another."""
+    """Zero a slab that has changed pools: the bytes of one pool are garbage, even NaN, to another."""
 
     pool: str
     slab: int
 
 
 class ZeroPage(NamedTuple):
-    """Clear a page whose content turned out wrong."""
+    """Zero a page whose content is invalid."""
 
     pool: str
     page: int
@@ -31,7 +31,7 @@ Operation = CopyPage | ZeroSlab | ZeroPage
 
 
 class OperationBatch(NamedTuple):
-    """Operations to run in order, and the id to acknowledge them by."""
+    """Operations to run in order, and the id with which to acknowledge them."""
 
     id: int
     operations: tuple[Operation, ...]

@@ -1,4 +1,4 @@
-"""Page numbers, many at a time."""
+"""Arrays of page numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Pages: TypeAlias = "array[int]"
-"""Page numbers as C ints: copied without touching one Python object a page, and ready to become a tensor."""
+"""Page numbers as C ints: copied without one Python object per page, and ready to become a tensor."""
 
 
 def make_pages(numbers: Iterable[int] | None = None) -> Pages:
@@ -18,17 +18,17 @@ def make_pages(numbers: Iterable[int] | None = None) -> Pages:
 
 
 def as_numbers(pages: Pages) -> npt.NDArray[np.intc]:
-    """The same memory for numpy; let go of it before the array grows or shrinks."""
+    """The same memory as a numpy array. Drop it before the array grows or shrinks."""
     return np.frombuffer(pages, dtype=np.intc)
 
 
 NULL_PAGE = 0
-"""A page of the null slab: zero, never written. The source of a state at position 0; in tables and nodes, the place of
-blocks a group has no page for: out of the window, or never tapped."""
+"""A page of the null slab: all zero, never written. It is the source of a state at position 0. In tables and nodes it
+stands for blocks that have no page in a group: out of the window, or never tapped."""
 
 
 MANY_PAGES = 256
-"""Below that a loop is done before numpy has begun."""
+"""Up to this many pages a Python loop is faster than numpy."""
 
 
 def in_order(pages: Pages) -> Pages:

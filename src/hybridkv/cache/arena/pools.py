@@ -1,4 +1,4 @@
-"""Slabs, and the pools that own them: which pages are free, and who holds those that are not."""
+"""Slabs and the pools that own them: their free pages, and the holders of the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hybridkv.cache.arena.pages import MANY_PAGES, Pages, as_numbers, make_pages
 
 
 class PageHolder(Protocol):
-    """Something that keeps pages: a slab knows its holders, so that moving its pages finds them."""
+    """An object that holds pages. A slab lists its holders, so that they can be updated when its pages move."""
 
     slabs: set[Slab]
-    """The slabs its pages are in; may also name slabs they have left."""
+    """The slabs that contain its pages; may also contain slabs that its pages have left."""
 
 
 class Slab:
-    """A slab, for one pool; another pool that gets the same memory makes an object of its own."""
+    """A slab as one pool sees it. Another pool that gets the same memory has its own object."""
 
     __slots__ = ("_prune_at", "free", "free_class", "holders", "index", "is_owned", "limbo", "pool")
 
@@ -29,14 +29,14 @@ class Slab:
         self.free = make_pages(range(first + pool.pages_per_slab - 1, first - 1, -1))
         self.free_class = 0
         self.is_owned = False
-        """Whether its pool has it now."""
-        self.limbo = 0  # pages given back, but still under an unacknowledged operation
+        """Whether its pool owns it now."""
+        self.limbo = 0  # pages that were given back but wait for an unacknowledged operation
         self.holders: dict[PageHolder, None] = {}
         self._prune_at = 16
 
     @property
     def num_used(self) -> int:
-        """Pages that are not free: held, or waiting for an operation."""
+        """Number of pages that are not free: held, or waiting for an operation."""
         return self.pool.pages_per_slab - len(self.free)
 
     def used_pages(self) -> Pages:
@@ -47,13 +47,13 @@ class Slab:
     def add_holder(self, holder: PageHolder) -> None:
         self.holders[holder] = None
         holder.slabs.add(self)
-        if len(self.holders) > self._prune_at:  # forget those that have let go of everything
+        if len(self.holders) > self._prune_at:  # remove those that hold no page here any more
             self.holders = {kept: None for kept in self.holders if self in kept.slabs}
             self._prune_at = 2 * len(self.holders) + 16
 
 
 class Pool:
-    """The slabs of pages of one size. Slabs with free pages are filed by how many they have, in powers of two."""
+    """The slabs of pages of one size. Slabs with free pages are listed by their number, in powers of two."""
 
     __slots__ = ("_made", "by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
 
@@ -61,41 +61,41 @@ class Pool:
         self.name = name
         self.pages_per_slab = pages_per_slab
         self.num_free = 0
-        """Free pages that are filed under their slabs."""
+        """Number of free pages that are listed in their slabs."""
         self.returned = make_pages()
-        """Pages given back and not yet filed: many at a time cost less."""
+        """Pages that were given back and are not yet listed in their slabs: batches are cheaper."""
         self.spare: list[Slab] = []
-        """Slabs it had last and that nobody has now: it gets them back first, and they need no zeroing."""
+        """Free slabs that this pool owned last. It reuses them first, because they need no zeroing."""
         self.slabs: dict[int, Slab] = {}
         self._made: dict[int, Slab] = {}
-        """All it ever had: memory goes to and fro between pools, and making one takes time."""
+        """All slab objects of this pool, kept for reuse: slabs often change pools, and creating an object is slow."""
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
         self.holds = make_pages()
-        """Holds beyond the first, by page; empty unless pages are shared one by one, as those of local groups are."""
+        """By page: references beyond the first. Empty unless single pages are shared, as in local groups."""
 
     def slab_of(self, page: int) -> Slab:
         return self.slabs[page // self.pages_per_slab]
 
     def get_slab(self, index: int) -> Slab:
-        """The pool's object for a slab, all of it free."""
+        """The pool's object for a slab that is entirely free."""
         slab = self._made.get(index)
         if slab is None:
             slab = self._made[index] = Slab(index, self)
         return slab
 
     def file(self, slab: Slab) -> None:
-        """File a slab anew after its number of free pages changed."""
+        """Update the list entry of a slab after its number of free pages has changed."""
         self.by_free[slab.free_class].pop(slab, None)
         slab.free_class = len(slab.free).bit_length()
         if slab.free_class:
             self.by_free[slab.free_class][slab] = None
 
     def share_pages(self, num_slabs: int) -> None:
-        """From now on a page may have several holders."""
+        """Allow pages to have several holders."""
         self.holds = make_pages((0,)) * (num_slabs * self.pages_per_slab)
 
     def add_holds(self, pages: Pages) -> None:
-        """One hold more on each of these pages, which are all different."""
+        """Add a reference to each of these pages, which must be distinct."""
         holds = self.holds
         if len(pages) > MANY_PAGES:
             as_numbers(holds)[as_numbers(pages)] += 1
@@ -104,7 +104,7 @@ class Pool:
             holds[page] += 1
 
     def drop_holds(self, pages: Pages) -> Pages:
-        """One hold less; returns the pages that nobody holds any more."""
+        """Drop a reference to each of these pages. Returns the pages without references."""
         if len(pages) > MANY_PAGES:
             return self._drop_many_holds(pages)
         holds, freed = self.holds, make_pages()

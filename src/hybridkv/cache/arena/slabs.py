@@ -1,8 +1,8 @@
-"""Pages and slabs: who has which, and how memory moves from one pool to another.
+"""The arena: allocation of pages and slabs, and how slabs move from one pool to another.
 
-A pool owns slabs and hands out their pages, from the fullest slab first, so that the others run empty and go back.
-When free pages are scattered, `compact` moves the pages of the emptiest slab into holes elsewhere. The arena knows
-nothing of tokens or requests: those who hold pages are told where they went.
+A pool owns slabs and hands out their pages, from the fullest slab first, so that other slabs become free and return to
+the arena. When free pages are scattered, `compact` moves the pages of the emptiest slab into free pages of other slabs.
+The arena knows nothing of tokens or requests: a callback (`Moved`) updates the holders of moved pages.
 
 Moves, tail copies and zeroing form one ordered list (`take_operations`) that the memory layer runs before the next
 step. A page that an unacknowledged operation reads or writes is not reused, even if it was given back meanwhile.
@@ -22,20 +22,20 @@ from hybridkv.cache.arena.pools import Pool, Slab
 _PageKey = tuple[str, int]
 
 Moved = Callable[[Slab, dict[int, int]], None]
-"""Is told where pages of a slab went, and tells their holders."""
+"""Callback with a slab and a map from old to new page; it updates the holders of the moved pages."""
 
 
 class _Pending(NamedTuple):
     """An operation, and the pages that wait for it to be done."""
 
     number: int
-    """Operations are numbered as they are asked for."""
+    """Operations are numbered in the order of their requests."""
     operation: Operation
     busy: tuple[_PageKey, ...]
 
 
 class Arena:
-    """All slabs. Slab 0 is the null slab and belongs to nobody."""
+    """All slabs. Slab 0 is the null slab and belongs to no pool."""
 
     def __init__(self, num_slabs: int, pools: dict[str, int]) -> None:
         self.num_slabs = num_slabs
@@ -45,7 +45,7 @@ class Arena:
         self.num_moves = 0
         self.num_compactions = 0
         self.num_asked = 0
-        """Operations asked for since the start."""
+        """Number of operations requested since the start."""
         self._pending: list[_Pending] = []
         self._batches: dict[int, list[_Pending]] = {}
         self._next_batch = 0
@@ -55,7 +55,7 @@ class Arena:
     # --- allocation ---------------------------------------------------------------------------------------------------
 
     def fits(self, needs: dict[Pool, int]) -> bool:
-        """Whether that many pages of each pool are there without evicting or moving anything."""
+        """Whether each pool can supply that many pages without eviction or moves."""
         return self._fits(needs) or (self.file_returned() and self._fits(needs))
 
     def _fits(self, needs: dict[Pool, int]) -> bool:
@@ -66,11 +66,11 @@ class Arena:
         return slabs <= self.num_free_slabs
 
     def could_ever_fit(self, needs: dict[Pool, int]) -> bool:
-        """Whether the whole arena, empty, would hold them."""
+        """Whether they would fit into an empty arena."""
         return sum(-(-count // pool.pages_per_slab) for pool, count in needs.items()) < self.num_slabs
 
     def take(self, pool: Pool, count: int, slabs: set[Slab]) -> Pages:
-        """`count` pages; the caller has made sure that they fit. The slabs they are in are added to `slabs`."""
+        """Allocate `count` pages and add their slabs to `slabs`. The caller has checked that they fit."""
         if pool.returned:
             self._file(pool)
         pages = make_pages()
@@ -84,7 +84,7 @@ class Arena:
         return pages
 
     def _take_from(self, slab: Slab, most: int, pages: Pages, slabs: set[Slab]) -> int:
-        """Up to `most` pages of a slab that has been taken out of the files; it is filed again if some are left."""
+        """Take up to `most` pages of a slab that is not in `by_free`. It is listed there again if some are left."""
         slabs.add(slab)
         if len(slab.free) <= most:
             taken, slab.free, slab.free_class = slab.free, make_pages(), 0
@@ -97,7 +97,7 @@ class Arena:
         return len(taken)
 
     def take_in(self, pool: Pool, slab: Slab | None, most: int, pages: Pages, slabs: set[Slab]) -> int:
-        """Add up to `most` free pages of one slab to `pages`; None: of a slab that no pool has. Returns how many."""
+        """Add up to `most` free pages of `slab` to `pages`, or of a free slab if None. Returns how many."""
         if slab is None:
             slab = self._give_slab(pool)
         elif not slab.free:
@@ -108,11 +108,11 @@ class Arena:
         return taken
 
     def give_back(self, pool: Pool, pages: Sequence[int]) -> None:
-        """Pages nobody holds any more; a slab that is free altogether goes back to the arena."""
+        """Free pages that have no holder. A slab that becomes entirely free returns to the arena."""
         pool.returned.extend(self._keep_busy_back(pool, pages) if self._busy else pages)
 
     def pages_in_use(self) -> dict[str, int]:
-        """By pool: pages that are held or wait for an operation."""
+        """By pool: number of pages that are held or wait for an operation."""
         self.file_returned()
         return {name: len(p.slabs) * p.pages_per_slab - p.num_free for name, p in self.pools.items()}
 
@@ -122,12 +122,12 @@ class Arena:
 
     @property
     def free_slabs(self) -> list[int]:
-        """Slabs that no pool has."""
+        """Slabs that no pool owns."""
         self.file_returned()
         return [*self._never_used, *(slab.index for pool in self.pools.values() for slab in pool.spare)]
 
     def file_returned(self) -> bool:
-        """File what was given back under its slabs; whether there was anything."""
+        """List the pages that were given back in their slabs. Returns whether there were any."""
         pools = [pool for pool in self.pools.values() if pool.returned]
         for pool in pools:
             self._file(pool)
@@ -156,7 +156,7 @@ class Arena:
         return slab
 
     def _slab_of_others(self, pool: Pool) -> int:
-        """A slab that no pool has had yet, or that another pool has left."""
+        """A slab that was never used, or a free one that another pool owned last."""
         if self._never_used:
             index = self._never_used.pop()
         else:
@@ -165,7 +165,7 @@ class Arena:
         return index
 
     def _take_slab(self, slab: Slab) -> None:
-        """A slab that is free altogether goes back."""
+        """Return an entirely free slab to the arena."""
         pool = slab.pool
         pool.by_free[slab.free_class].pop(slab, None)
         slab.free_class = 0
@@ -181,13 +181,13 @@ class Arena:
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def copy(self, pool: Pool, src: int, dst: int, also_busy: Sequence[int] = ()) -> None:
-        """Have `src` copied onto `dst` before the next step."""
+        """Request a copy of `src` onto `dst` before the next step."""
         busy = tuple((pool.name, page) for page in (src, dst, *also_busy))
         self._ask(CopyPage(pool.name, src, dst), busy)
         self._busy.update(busy)
 
     def clear(self, pool: Pool, page: int) -> None:
-        """Have a page that may hold anything cleared before the next step."""
+        """Request that a page with invalid content be zeroed before the next step."""
         if page // pool.pages_per_slab in pool.slabs:
             self._ask(ZeroPage(pool.name, page), ((pool.name, page),))
             self._busy[pool.name, page] += 1
@@ -197,7 +197,7 @@ class Arena:
         self._pending.append(_Pending(self.num_asked, operation, busy))
 
     def take_operations(self) -> OperationBatch | None:
-        """What the memory layer must do, in this order, before it runs the next step; None if there is nothing."""
+        """Take the operations to run, in this order, before the next step; None if there are none."""
         if not self._pending:
             return None
         batch = OperationBatch(self._next_batch, tuple(pending.operation for pending in self._pending))
@@ -207,11 +207,11 @@ class Arena:
         return batch
 
     def take_back(self, batch_id: int) -> None:
-        """A batch that could not be run: its operations come first in the next one. Running one twice does no harm."""
+        """Put a batch that failed back at the start of the next one. Operations can safely run twice."""
         self._pending = self._batches.pop(batch_id) + self._pending
 
     def acknowledge(self, batch_id: int) -> None:
-        """The operations of a batch are done: pages they touched may be reused. Batches may come in any order."""
+        """Report that a batch is done: its pages may be reused. Batches may be acknowledged in any order."""
         if batch_id not in self._batches:
             raise KeyError(f"batch {batch_id} is not waiting to be acknowledged")
         for pending in self._batches.pop(batch_id):
@@ -219,13 +219,13 @@ class Arena:
                 self._no_longer_busy(self.pools[name], page)
 
     def is_done(self, number: int) -> bool:
-        """Whether the first `number` operations that were asked for are all acknowledged."""
+        """Whether the first `number` requested operations are all acknowledged."""
         waiting = [*self._batches.values(), self._pending]
         return all(not batch or batch[0].number > number for batch in waiting)
 
     @property
     def has_limbo(self) -> bool:
-        """Whether pages wait for operations to be acknowledged before they can be reused."""
+        """Whether free pages wait for operations to be acknowledged before they can be reused."""
         return bool(self._limbo)
 
     def _keep_busy_back(self, pool: Pool, pages: Sequence[int]) -> list[int]:
@@ -251,9 +251,10 @@ class Arena:
     # --- compaction ---------------------------------------------------------------------------------------------------
 
     def compact(self, needs: dict[Pool, int], is_pinned: Callable[[Slab], bool], moved: Moved) -> bool:
-        """Empty one slab into holes of its pool's other slabs, beyond what `needs` will fill; False if none can be.
+        """Move all pages of one slab into free pages of its pool's other slabs. False if no slab can be emptied.
 
-        The slab goes back when the moves are acknowledged.
+        The slab becomes free when the moves are acknowledged. Only pools with a slab's worth of free pages beyond
+        `needs` are compacted.
         """
         self.file_returned()
         for pool in self.pools.values():
@@ -261,7 +262,7 @@ class Arena:
             if slab is None:
                 continue
             pages, holes = slab.used_pages(), slab.free
-            pool.by_free[slab.free_class].pop(slab, None)  # its own holes are no place to move to
+            pool.by_free[slab.free_class].pop(slab, None)  # its own free pages are no targets
             pool.num_free -= len(holes)
             slab.free, slab.free_class = make_pages(), 0
             target_slabs: set[Slab] = set()
@@ -274,9 +275,9 @@ class Arena:
     def move(
         self, slab: Slab, mapping: dict[int, int], targets: set[Slab], moved: Moved, holes: Sequence[int] = ()
     ) -> None:
-        """Move pages of a slab to pages that were taken in `targets`.
+        """Move pages of a slab to pages that were allocated in the slabs `targets`.
 
-        `holes`: free pages of the slab that wait for the last move too, so that the slab goes back in one piece.
+        `holes`: free pages of the slab that also wait for the last move, so that the whole slab becomes free at once.
         """
         pool, last = slab.pool, next(reversed(mapping))
         for src, dst in mapping.items():
@@ -303,7 +304,7 @@ class Arena:
     # --- integrity ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self, held: dict[str, Counter[int]]) -> None:
-        """`held`: how often each page is held, by pool. Every page is either free, in limbo, or held."""
+        """Assert that every page is either free, in limbo, or held. `held`: references of each page, by pool."""
         free_slabs = self.free_slabs
         assert len(free_slabs) == self.num_free_slabs
         owned = {index for pool in self.pools.values() for index in pool.slabs}

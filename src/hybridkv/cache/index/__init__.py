@@ -1,1 +1,1 @@
-"""What stays after a request: the radix tree, its checkpoints, and the rule that says where a request resumes."""
+"""The prefix index: the radix tree, its checkpoints, and the rule that decides where a request resumes."""

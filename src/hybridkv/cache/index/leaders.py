@@ -1,4 +1,4 @@
-"""Requests that compute right now what another one asks for: it had better wait."""
+"""Leaders: running requests that compute a prefix which another request needs, so that it can wait for the result."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from hybridkv.cache.tokens import TOKEN_BYTES
 
 
 class Match(NamedTuple):
-    """What the index has for some tokens, without touching it."""
+    """Result of looking up a prompt in the index."""
 
     num_tokens: int
-    """Where a request would resume."""
+    """Position at which a request would resume."""
     matched_tokens: int
     """Full-attention KV that matches, in whole blocks."""
     missing: str
     leader: Lease | None
-    """A running request that computes more of the same prefix right now, or the same again for want of a state."""
+    """A running request that computes more of this prefix, or recomputes it because a state is missing."""
     leader_tokens: int
-    """How far the prefix shared with the leader goes, in whole blocks; 0 without one."""
+    """Length of the prefix shared with the leader, in whole blocks; 0 without a leader."""
     found: Found
-    """The place in the index: `begin` need not look for it again."""
+    """The lookup result, which `begin` reuses."""
 
 
 class Leaders:
-    """The blocks that leases compute next."""
+    """The block that each lease computes next."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_tokens * TOKEN_BYTES
         self._computing: dict[tuple[Node, bytes], Lease] = {}
-        """By the node a lease stands at the end of, and the block's tokens."""
+        """By the leaf of the lease and the tokens of its next block."""
 
     def announce(self, lease: Lease) -> None:
-        """Say which block of its prompt a lease computes next, so that others with the same prefix can wait for it."""
+        """Register the prompt block that a lease computes next, so that requests with the same prefix can wait."""
         self.withdraw(lease)
         start, size = lease.leaf.end * self.block_bytes, self.block_bytes
         if not lease.is_pin and start + size <= lease.prompt_tokens * TOKEN_BYTES:
@@ -52,7 +52,7 @@ class Leaders:
             lease.announced = None
 
     def find_leader(self, path: Sequence[PathNode], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
-        """A lease that stands where the path ends and computes what comes next in `tokens`."""
+        """A lease at the end of `path` that computes the next block of `tokens`, and the shared prefix's length."""
         if not path:
             return None, 0
         node, num_blocks = path[-1]
@@ -69,7 +69,10 @@ class Leaders:
     def find_rebuilder(
         self, leases: Iterable[Lease], key: bytes, tokens: bytes, max_blocks: int, position: int
     ) -> tuple[Lease | None, int]:
-        """A lease that computes a known prefix again, for want of a state: it can leave one where the two part."""
+        """A lease that recomputes a known prefix because a state is missing, and the length of the shared prefix.
+
+        It can keep a checkpoint where the prompts diverge.
+        """
         best, most, size = None, position, self.block_bytes
         for lease in leases:
             if lease.computed < lease.prompt_tokens and lease.root_key == key and not (lease.is_pin or lease.aborted):

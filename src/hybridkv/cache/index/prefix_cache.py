@@ -1,7 +1,8 @@
-"""What stays after a request: nodes and checkpoints in the index, with the pages they hold, until they are removed.
+"""The prefix cache: nodes and checkpoints in the index, and the pages they hold after their request has ended.
 
-The index is the structure and `group_pages` counts references: here both change together. What may be evicted is
-offered to the eviction queue. Knows running requests only by their references on nodes and checkpoints.
+`Index` is the tree and `GroupPages` counts page references; `PrefixCache` changes both together. It offers evictable
+nodes and checkpoints to the eviction queue. It knows running requests only by their references on nodes and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class PrefixCache:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def add_checkpoint(self, leaf: Node, lineage: Lineage, checkpoint: Checkpoint, *, has_local: bool = False) -> None:
-        """Attach a checkpoint of a request to the path to its leaf; of two alike one is kept.
+        """Attach a checkpoint of a request to the path to its leaf. Of two equal checkpoints one is kept.
 
-        It takes over a hold of each state and, with `has_local`, of each page its local groups see.
+        The checkpoint takes over one reference to each state and, with `has_local`, to each page that local groups see.
         """
         block = checkpoint.position // self.block_tokens
         if block:
@@ -61,7 +62,7 @@ class PrefixCache:
         checkpoint.last_used = self.history.clock
         checkpoint.turn, checkpoint.new_tokens = lineage.turn, checkpoint.position - lineage.continued_from
         self.stats.checkpoints_kept += 1
-        if not self.needs_checkpoints:  # it spares less than a block: the run it is on tells more
+        if not self.needs_checkpoints:  # it saves less than a block, so the policy learns from its node instead
             self.queue.offer(checkpoint)
             return
         self.history.kept(checkpoint)
@@ -70,7 +71,7 @@ class PrefixCache:
             self.history.superseded(before)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out of the index with everything it alone holds."""
+        """Remove a checkpoint from the index and drop the references it holds."""
         node = checkpoint.node
         assert node is not None
         node.checkpoints.remove(checkpoint)
@@ -92,14 +93,14 @@ class PrefixCache:
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def release_node(self, node: Node) -> None:
-        """A lease leaves a node."""
+        """Drop a lease's reference to a node."""
         node.refs -= 1
         if node.refs == 0:
             node.last_used = self.history.clock
             self.tidy(node)
 
     def tidy(self, node: Node | None) -> None:
-        """After a node lost a lease or a child: remove it, merge it or offer it for eviction, and so on upwards."""
+        """After a node lost a lease or a child: free, merge or offer it for eviction, then go on to its parent."""
         while node is not None and not node.refs and not node.gone and (node.parent is not None or node.dead):
             if node.dead:
                 if node.children:
@@ -124,7 +125,7 @@ class PrefixCache:
             self.index.drop_empty_root(node)
 
     def all_nodes(self, leaves: Iterable[Node]) -> set[Node]:
-        """Nodes that can be found, and dead ones that leases are still on. `leaves`: of all leases."""
+        """All nodes in the index, and dead nodes that leases still use. `leaves`: the leaf of every lease."""
         nodes = {node for root in self.index.roots.values() for node in root.subtree()}
         for leaf in leaves:
             for node in leaf.path():
@@ -134,10 +135,10 @@ class PrefixCache:
         return nodes
 
     def kill(self, node: Node) -> None:
-        """A node and all below it are no longer found. Their pages are freed when no lease is left on them."""
+        """Cut a node and its subtree off from the index. Their pages are freed when no lease uses them."""
         if node.parent is not None and node.parent.children.get(node.first) is node:
             self.index.unlink(node)
-            node.parent.refs += 1  # leases below still count on the path above: see _remove
+            node.parent.refs += 1  # leases below still use the path above; `_remove` drops this reference
         below = list(node.subtree())
         for dead in below:
             if self.events.enabled and dead.num_blocks and not dead.dead:
@@ -149,16 +150,16 @@ class PrefixCache:
                 self.tidy(dead)
 
     def _remove(self, node: Node) -> Node | None:
-        """Free a dead node without leases and children; returns the node above that this concerns, if any."""
+        """Free a dead node that has no leases and no children. Returns its parent."""
         parent = node.parent
         cut_off = parent is not None and parent.children.get(node.first) is not node
         self.free_blocks(node, 0)
         if parent is not None and cut_off:
-            parent.refs -= 1  # taken by kill
+            parent.refs -= 1  # added by `kill`
         return parent
 
     def free_blocks(self, node: Node, num_kept: int) -> None:
-        """Free all blocks after the first `num_kept` of a node without children, with the checkpoints there."""
+        """Free all blocks after the first `num_kept` of a node without children, and their checkpoints."""
         boundary = (node.start + num_kept) * self.block_tokens
         end_of_kept = boundary + self.block_tokens if num_kept else 0
         for checkpoint in [c for c in node.checkpoints if c.position >= end_of_kept]:
@@ -177,12 +178,12 @@ class PrefixCache:
                 self.groups.arena.give_back(self.groups.token_pools[group], present)
 
     def _cut_after_last_checkpoint(self, node: Node) -> None:
-        """Without full attention, blocks after the last checkpoint have nothing to offer."""
+        """Free the blocks after the last checkpoint: without full attention they cannot be resumed from."""
         last = max((c.position // self.block_tokens for c in node.checkpoints), default=node.start)
         if last < node.end:
             self.free_blocks(node, max(0, last - node.start))
 
-    # --- what may be evicted ------------------------------------------------------------------------------------------
+    # --- evictable items ----------------------------------------------------------------------------------------------
 
     def _offer_leaf(self, node: Node) -> None:
         if not self.needs_checkpoints:
@@ -191,13 +192,13 @@ class PrefixCache:
             self.queue.offer_bare(node)
 
     def num_needed(self, node: Node) -> int:
-        """How many blocks of a leaf its checkpoints need."""
+        """Number of blocks of a leaf that its checkpoints need."""
         if not self.needs_checkpoints or not node.checkpoints:
             return 0
         return max(0, node.checkpoints[-1].position // self.block_tokens - node.start)
 
     def check_queue(self, nodes: Iterable[Node]) -> None:
-        """What may be evicted is in the queue."""
+        """Assert that every evictable node and checkpoint is in the queue."""
         alive = [node for node in nodes if not node.dead]
         leaves = [node for node in alive if node.parent is not None and not node.refs and not node.children]
         candidates: list[Node | Checkpoint] = [node for node in leaves if self.num_needed(node) < node.num_blocks]

@@ -1,8 +1,8 @@
 """The resume rule: the longest n that *every* group a request needs can supply, at that same n.
 
 Full attention has all blocks of the path by construction. A local group must have the blocks it still sees at n, a
-tapped layer all blocks, a state group a state at exactly n. Taking each group's own best and then the minimum would be
-wrong: two state groups can both have states, at different positions.
+tapped layer must have all blocks, and a state group must have a state at exactly n. The minimum of each group's own
+best position would be wrong: two state groups can both have states, but at different positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_HOLE = -1
 
 
 class Missing(StrEnum):
-    """Why a request resumes before the end of the KV that matches it, or matches no further."""
+    """Why a request resumes before the end of its matching KV, or why no more KV matches."""
 
     NEVER_SEEN = "never_seen"
     BELOW_BLOCK = "below_block"
@@ -30,17 +30,17 @@ class Missing(StrEnum):
 
 
 class Resume(NamedTuple):
-    """Where a request may resume, from which checkpoint, and what kept it from more."""
+    """The position and checkpoint from which a request may resume, and what is missing for a larger position."""
 
     position: int
     checkpoint: Checkpoint | None
     matched_tokens: int
-    """Full-attention KV that matches, in whole blocks: resuming there lacks only states, windows or taps."""
+    """Full-attention KV that matches, in whole blocks. Only states, windows or taps can be missing up to here."""
     missing: Missing
 
 
 class Found(NamedTuple):
-    """What an index had for a request, and at which of its versions."""
+    """Result of an index lookup for a request, and the index version at that time."""
 
     key: LookupKey
     tokens: bytes
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Whether the index would say the same now."""
+        """Whether the index has not changed since the lookup."""
         return self.source.version == self.version
 
 
@@ -88,7 +88,7 @@ class ResumeRule:
     def _best_checkpoint(
         self, path: Sequence[PathNode], tokens: bytes | bytearray, limit: int, taps: Sequence[int]
     ) -> tuple[Checkpoint | None, Missing | None]:
-        """The deepest checkpoint on the path that can be resumed, and what the deepest of all lacked."""
+        """The deepest checkpoint on the path that can be resumed, and what the deepest unusable one lacks."""
         why: Missing | None = None
         for depth in range(len(path) - 1, -1, -1):
             node, num_blocks = path[depth]
@@ -121,7 +121,7 @@ class ResumeRule:
         return None
 
     def _best_boundary(self, path: Sequence[PathNode], taps: Sequence[int]) -> tuple[int, Missing | None]:
-        """Without states any block boundary will do whose windows and taps are there."""
+        """The last block boundary whose windows and taps are present; for layouts without states."""
         last = path[-1]
         block = last.node.start + last.num_blocks
         why: Missing | None = None
@@ -135,7 +135,8 @@ class ResumeRule:
             for index, group in self.local:
                 hole = _last_hole(path, index, self._first_block(group, block * self.block_tokens), block)
                 if hole != NO_HOLE:
-                    # In a window every boundary among the holes lacks one; a chunk may begin there and need none.
+                    # With a window, every boundary inside a run of holes lacks a block, so skip the whole run.
+                    # A chunk may begin inside the run and need none of those blocks: try the boundary before the hole.
                     block = hole if group.sight.window is None else _start_of_holes(path, index, hole)
                     why, settled = Missing.WINDOW, False
         return block, why
@@ -173,7 +174,7 @@ def _first_hole(path: Sequence[PathNode], group: int, last: int) -> int:
 
 
 def _start_of_holes(path: Sequence[PathNode], group: int, hole: int) -> int:
-    """Where the run of blocks without pages begins that `hole` is in, as far as its node goes."""
+    """First block of the run of blocks without pages that contains `hole`, within its node."""
     node = next(step.node for step in reversed(path) if step.node.start <= hole)
     pages = node.pages[group]
     if pages is None:

@@ -1,12 +1,12 @@
 """The index: a radix tree of segments.
 
 A node is a run of whole blocks: their tokens, their pages in every group, and checkpoints attached at exact positions.
-Matching compares token bytes; a lease holds only its leaf, which keeps the whole path. A node with one child and no
-lease of its own is absorbed by that child, so chains stay short. Published pages never change; a node can only lose
-its end.
+Matching compares token bytes. A lease references only its leaf, which keeps the whole path alive. A node with one child
+and no lease of its own is merged into that child, so chains stay short. Published pages never change; a node can only
+be truncated at its end.
 
-Nodes that must not be found any more (invalid pages, a new epoch) are *dead*: cut off from the root, but kept until the
-leases that still use them have left. The index never allocates and never frees: the cache does.
+Nodes that lookups must not return any more (invalid pages, a new epoch) are *dead*: cut off from the root, but kept
+until no lease uses them. The index neither allocates nor frees pages: `PrefixCache` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 
 class State:
-    """One recurrent state: its pages, and how many hold it. Only a sole holder writes it in place."""
+    """One recurrent state: its pages and its reference count. Only a sole holder may write it in place."""
 
     __slots__ = ("pages", "refs")
 
@@ -33,9 +33,9 @@ class State:
 
 
 class Checkpoint:
-    """What a request needs to resume at `position`, besides full-attention KV before it.
+    """Everything a request needs to resume at `position`, besides the full-attention KV before it.
 
-    Inside a block, the tokens and pages since the last block boundary come along as its tail.
+    If `position` is inside a block, the *tail* holds the tokens and pages since the last block boundary.
     """
 
     __slots__ = (
@@ -66,28 +66,29 @@ class Checkpoint:
         self.position = position
         self.kind = kind
         self.states = states
-        """By state group; None where it has been lost."""
+        """By state group; None if the state was lost."""
         self.tail_tokens = tail_tokens
         self.tail_pages = tail_pages or []
-        """By token group; NULL_PAGE for groups its request did not use."""
+        """By token group; NULL_PAGE for groups that the request did not use."""
         self.node: Node | None = None
         self.holds = 0
-        """Leases and pins that count on it: it is not evicted meanwhile."""
+        """Number of leases and pins that use it; while there are any, it is not evicted."""
         self.turn = 0
-        """How often its request had been continued before."""
+        """Conversation turn: number of earlier requests that its request continues."""
         self.new_tokens = position
-        """What its request added to the one it continued."""
+        """Tokens that its request added to the request it continues."""
         self.num_hits = 0
         self.last_used = 0
         self.is_news = True
-        """Kept or used, and nothing deeper has been kept on its path since."""
+        """Whether no deeper checkpoint was kept on its path since it was kept or last used."""
         self.rating: Rating | None = None
-        """Where it is filed for eviction, and under which number."""
+        """Its rating in the eviction queue; None if it is not queued."""
         self.ticket = 0
+        """Number of its entry in the eviction queue."""
 
 
 class Node:
-    """A run of blocks below its parent's."""
+    """A run of blocks that follows its parent's."""
 
     __slots__ = (
         "checkpoints",
@@ -112,27 +113,28 @@ class Node:
     def __init__(self, parent: Node | None, start: int, tokens: bytearray, pages: list[Pages | None]) -> None:
         self.parent = parent
         self.start = start
-        """Blocks before this node."""
+        """Number of blocks before this node."""
         self.tokens = tokens
         self.first = b""
-        """The tokens of its first block: its name among its siblings."""
+        """Tokens of its first block: its key in `parent.children`."""
         self.pages = pages
-        """By token group, a page a block. None: no pages; NULL_PAGE: none for that block. Full groups have all."""
+        """By token group, one page per block. None: no pages; NULL_PAGE: none for that block. Full groups have all."""
         self.keys: list[bytes] = []
-        """The name of each block outside this process. The root has one: what everything below it begins with."""
+        """Block keys: the name of each block outside this process. The root has one: the root key."""
         self.checkpoints: list[Checkpoint] = []
-        """By position; those inside a block hang on the boundary before it."""
+        """In order of position. A checkpoint inside a block belongs to the node that ends with the block before."""
         self.children: dict[bytes, Node] = {}
         self.refs = 0
-        """Leases whose leaf this is."""
+        """Number of leases whose leaf this is, and of dead children that were cut off."""
         self.dead = False
-        """No longer found."""
+        """Whether it is cut off from the index."""
         self.gone = False
-        """No longer anything: merged into its child, or freed."""
+        """Whether it was merged into its child or freed."""
         self.slabs: set[Slab] = set()
         self.turn = 0
-        """As of a checkpoint: how often the request that ends here had been continued, and what it added."""
+        """Conversation turn of the request that ends here, as in `Checkpoint`."""
         self.new_tokens = 0
+        """Tokens that the request that ends here added, as in `Checkpoint`."""
         self.last_used = 0
         self.rating: Rating | None = None
         self.ticket = 0
@@ -143,7 +145,7 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Blocks up to the end of this node."""
+        """Number of blocks up to the end of this node."""
         return self.start + self.num_blocks
 
     def path(self) -> Iterator[Node]:
@@ -170,7 +172,7 @@ class Node:
         return node
 
     def key_before(self, block: int) -> bytes:
-        """The name of the last block on this path before `block`, or what all names begin with."""
+        """The key of the block before `block` on this path; the root key if `block` is 0."""
         if not block:
             *_, root = self.path()
             return root.keys[0]
@@ -186,7 +188,7 @@ class Node:
         return None
 
     def checkpoint_before(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """The last one before it on its path; this is its node."""
+        """The last checkpoint before `checkpoint` on its path. `self` is its node."""
         index = bisect_left(self.checkpoints, checkpoint.position, key=_position)
         if index:
             return self.checkpoints[index - 1]
@@ -209,14 +211,14 @@ _position = attrgetter("position")
 
 
 class PathNode(NamedTuple):
-    """A node on a path, and how many of its blocks match."""
+    """A node on a path, and the number of its blocks that match."""
 
     node: Node
     num_blocks: int
 
 
 class Index:
-    """Roots by key, and surgery on trees."""
+    """Roots by key, and operations on their trees."""
 
     def __init__(self, block_tokens: int, num_token_groups: int) -> None:
         self.block_tokens = block_tokens
@@ -224,14 +226,14 @@ class Index:
         self.num_token_groups = num_token_groups
         self.roots: dict[bytes, Node] = {}
         self.version = 0
-        """What was found at one version would be found again at the same one, checkpoints and pages included."""
+        """While it is the same, lookups return the same result, checkpoints and pages included."""
 
     def changed(self) -> None:
-        """Nodes, checkpoints or holes between pages differ from now on: what was found before does not count."""
+        """Invalidate earlier lookup results: nodes, checkpoints or missing pages have changed."""
         self.version += 1
 
     def root(self, key: bytes) -> Node:
-        """The root for `key`, made on first use."""
+        """The root for `key`, created on first use."""
         root = self.roots.get(key)
         if root is None:
             root = self.roots[key] = Node(None, 0, bytearray(), [make_pages() for _ in range(self.num_token_groups)])
@@ -240,14 +242,14 @@ class Index:
         return root
 
     def drop_empty_root(self, root: Node) -> None:
-        """Forget a root that leads nowhere: salts come and go."""
+        """Remove a root without children and checkpoints, so that unused salts do not accumulate."""
         key = root.keys[0] if root.keys else b""
         if not root.children and not root.checkpoints and self.roots.get(key) is root:
             del self.roots[key]
             self.changed()
 
     def drop_all_roots(self) -> list[Node]:
-        """Nothing is found any more. Returns the roots that were there."""
+        """Remove all roots from the index and return them."""
         roots = list(self.roots.values())
         self.roots.clear()
         self.changed()
@@ -277,7 +279,7 @@ class Index:
         return path
 
     def split(self, node: Node, num_blocks: int) -> Node:
-        """Cut `node` after `num_blocks`; it keeps its end, and what holds it. Returns the new node before it."""
+        """Split `node` after `num_blocks`. It keeps its end and its references. Returns the new node before it."""
         assert node.parent is not None
         assert 0 < num_blocks < node.num_blocks
         cut = num_blocks * self.block_bytes
@@ -285,13 +287,13 @@ class Index:
             node.parent, node.start, node.tokens[:cut], [None if p is None else p[:num_blocks] for p in node.pages]
         )
         head.first, head.keys, head.dead = node.first, node.keys[:num_blocks], node.dead
-        head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # now it is shared
+        head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # it is shared now
         node.parent.children[head.first] = head
         node.parent, node.start, node.tokens = head, node.start + num_blocks, node.tokens[cut:]
         node.pages = [None if p is None else p[num_blocks:] for p in node.pages]
         node.first, node.keys = bytes(node.tokens[: self.block_bytes]), node.keys[num_blocks:]
         head.children[node.first] = node
-        boundary = (head.start + num_blocks + 1) * self.block_tokens  # a checkpoint inside the next block stays before
+        boundary = (head.start + num_blocks + 1) * self.block_tokens  # `head` gets checkpoints inside the next block
         keep = bisect_left(node.checkpoints, boundary, key=_position)
         head.checkpoints, node.checkpoints = node.checkpoints[:keep], node.checkpoints[keep:]
         for checkpoint in head.checkpoints:
@@ -301,7 +303,7 @@ class Index:
         return head
 
     def absorb(self, node: Node) -> Node:
-        """Merge `node`, which only leads to its one child, into that child. Leases of the child notice nothing."""
+        """Merge `node`, which has one child and no leases, into that child. Leases of the child are not affected."""
         (child,) = node.children.values()
         assert node.parent is not None
         assert not node.refs
@@ -322,8 +324,10 @@ class Index:
         return child
 
     def append(self, node: Node, prompt: bytearray, end: int, pages: list[Pages | None], may_grow: bool) -> Node:
-        """Blocks of `prompt` from the end of `node` up to `end`: at its own end if nobody else stands there
-        (`may_grow`), else as a child."""
+        """Add the blocks of `prompt` from the end of `node` up to `end`.
+
+        They extend `node` itself if no other lease is at its end (`may_grow`), else they become a child.
+        """
         self.changed()
         first, size = node.end, self.block_bytes
         keys = block_keys(node.key_before(anchor_block(first)), prompt, first, end, size)
@@ -341,7 +345,10 @@ class Index:
         return child
 
     def truncate(self, node: Node, num_blocks: int) -> list[Pages | None]:
-        """Cut off all after `num_blocks` of a node without children or checkpoints there; returns the lost pages."""
+        """Remove the blocks after the first `num_blocks` and return their pages.
+
+        `node` has no children, and no checkpoints on these blocks.
+        """
         assert not node.children
         self.changed()
         lost = [None if pages is None else pages[num_blocks:] for pages in node.pages]
@@ -355,20 +362,23 @@ class Index:
         return lost
 
     def unlink(self, node: Node) -> None:
-        """Take a node out of its parent's children; its own are untouched."""
+        """Remove a node from its parent's children. Its own children are untouched."""
         if node.parent is not None and node.parent.children.get(node.first) is node:
             del node.parent.children[node.first]
             self.changed()
 
     def forget(self, node: Node) -> None:
-        """A node that is gone holds nothing: slabs that still list it drop it in time."""
+        """Mark a node as gone and clear it. Slabs that still list it as a holder drop it later."""
         node.slabs.clear()
         node.pages, node.keys, node.checkpoints, node.children = [], [], [], {}
         node.dead = node.gone = True
 
 
 def common_blocks(run: bytearray, tokens: bytes | bytearray, position: int, most: int, size: int) -> int:
-    """How many whole blocks `run` and `tokens` from `position` on share, at most `most`; the first one does."""
+    """Number of whole blocks that `run` shares with `tokens` from `position` on, at most `most`.
+
+    The caller knows that the first block is equal.
+    """
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,1 +1,1 @@
-"""What is worth keeping: policies, eviction, and what both learn from requests."""
+"""Retention: checkpoint and eviction policies, the eviction queue, and the reuse history they learn from."""

@@ -1,4 +1,4 @@
-"""What may be evicted, in the order its policy wants."""
+"""The eviction queue: evictable nodes and checkpoints, in the order of the eviction policy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from hybridkv.cache.retention.policy import Candidate, EvictionPolicy, Kind, Num
 
 Item = Node | Checkpoint
 _WEIGH_EVERY = 8
-"""Requests after which values are looked up again."""
+"""Number of requests after which values are computed again."""
 
 
 class _Lane:
-    """Items in order of last use. What is no longer filed here is passed over, and thrown out when it is more than
-    what is."""
+    """Items in order of last use. Stale entries are skipped, and removed when they outnumber the valid ones."""
 
     def __init__(self) -> None:
         self.num_filed = 0
         self.value = 0.0
-        """Of the oldest, as of some requests ago."""
+        """Value of the oldest item, as of the last `weigh`."""
         self._weighed: tuple[int, int] = (0, 0)
         self._heap: list[tuple[int, int, Item]] = []
 
@@ -33,7 +32,7 @@ class _Lane:
             self._heap = sorted((item.last_used, item.ticket, item) for item in self.filed())
 
     def filed(self) -> list[Item]:
-        """All, in no order."""
+        """All items, in no particular order."""
         return [item for _, ticket, item in self._heap if ticket == item.ticket]
 
     def oldest(self) -> Item | None:
@@ -41,14 +40,14 @@ class _Lane:
             last_used, ticket, item = self._heap[0]
             if ticket != item.ticket:
                 heappop(self._heap)
-            elif last_used != item.last_used:  # used since
+            elif last_used != item.last_used:  # it was used since
                 heapreplace(self._heap, (item.last_used, ticket, item))
             else:
                 return item
         return None
 
     def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
-        """Look up the value of the oldest, unless that was done a moment ago: values change slowly."""
+        """Compute the value of the oldest item, unless that was done recently: values change slowly."""
         oldest = self.oldest()
         assert oldest is not None
         if self._weighed != (oldest.ticket, now // _WEIGH_EVERY):
@@ -57,10 +56,10 @@ class _Lane:
 
 
 class EvictionQueue:
-    """Checkpoints, and nodes where no checkpoints are needed, in lanes of equal prospects.
+    """Evictable items in lanes: checkpoints, or nodes for layouts that need no checkpoints.
 
-    What is in use is taken out when its turn comes, and must be offered again when it is free. Blocks that no
-    checkpoint needs are *bare*: they can supply nothing and go before everything else.
+    An item that turns out to be in use when `pop` reaches it is removed, and must be offered again when it is no longer
+    in use. Blocks that no checkpoint needs are *bare*: no request can resume from them, so they are evicted first.
     """
 
     def __init__(self, layout: CacheLayout, policy: EvictionPolicy) -> None:
@@ -78,9 +77,9 @@ class EvictionQueue:
         return len(self._bare) + sum(lane.num_filed for lane in self._lanes.values())
 
     def offer(self, item: Item) -> Rating:
-        """File an item by its present facts."""
+        """Add an item to the lane of its current rating."""
         rating, before = self.policy.rate(self._facts(item)), item.rating
-        if before is not None and before.lane == rating.lane:  # it is there; its lane sees by itself when it was used
+        if before is not None and before.lane == rating.lane:  # already there; the lane checks `last_used` itself
             item.rating = rating
             return rating
         self.withdraw(item)
@@ -93,7 +92,7 @@ class EvictionQueue:
         return rating
 
     def offer_bare(self, node: Node) -> None:
-        """Its last blocks are needed by no checkpoint."""
+        """Add a node whose last blocks no checkpoint needs."""
         self._bare[node] = None
 
     def withdraw(self, item: Item) -> None:
@@ -107,7 +106,7 @@ class EvictionQueue:
             self._bare.pop(item, None)
 
     def pop(self, now: int) -> tuple[Item, Rating | None] | None:
-        """The item of least value that may be evicted now, as it was rated."""
+        """Remove and return the evictable item of least value, with its rating (None for a bare node)."""
         while self._bare:
             node, _ = self._bare.popitem(last=False)
             if not node.gone and _may_go(node):
@@ -120,11 +119,11 @@ class EvictionQueue:
             if before is not None and rating.lane == before.lane:
                 self.withdraw(item)
                 return item, rating
-            self.offer(item)  # it belongs elsewhere by now
+            self.offer(item)  # its lane has changed
         return None
 
     def _least(self, now: int) -> Item | None:
-        """Of the oldest of all lanes, the one of least value."""
+        """The item of least value among the oldest items of all lanes."""
         best: _Lane | None = None
         oldest_age = self._oldest_age(now)
         for key, lane in self._lanes.items():
@@ -134,14 +133,14 @@ class EvictionQueue:
         return None if best is None else best.oldest()
 
     def _oldest_age(self, now: int) -> int:
-        """Of all that is filed, as of some requests ago."""
+        """Age of the oldest item in the queue, recomputed every `_WEIGH_EVERY` requests."""
         if now >= self._look_at:
             ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest()) is not None)
             self._known_oldest_age, self._look_at = max(ages, default=0), now + _WEIGH_EVERY
         return self._known_oldest_age
 
     def check_integrity(self, candidates: Iterable[Item]) -> None:
-        """`candidates`: what may be evicted. All of it is filed, once, where its rating says."""
+        """Assert that all `candidates` (evictable items) are queued once, in the lane of their rating."""
         filed: Counter[Item] = Counter()
         for key, lane in self._lanes.items():
             items = lane.filed()
@@ -163,7 +162,7 @@ class EvictionQueue:
         before = node.checkpoint_before(item)
         start = 0 if before is None else before.position
         num_bytes, superseded = self._checkpoint_bytes, is_superseded(item)
-        if not num_bytes:  # every block boundary can be resumed: all it has is the block begun
+        if not num_bytes:  # every block boundary can be resumed: it adds only a partial block
             start, num_bytes = item.position // self._block_tokens * self._block_tokens, self._block_bytes
         elif not superseded:
             first = max(start // self._block_tokens, node.start)
@@ -174,7 +173,7 @@ class EvictionQueue:
 
 
 def is_superseded(checkpoint: Checkpoint) -> bool:
-    """Whether something deeper is kept on its path."""
+    """Whether a deeper node or checkpoint is kept on its path."""
     node = checkpoint.node
     return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
 

@@ -1,4 +1,4 @@
-"""What was evicted, by name: so that asking for it again can be learned from, and told from what was never seen."""
+"""The eviction log: evicted items by block key. Policies learn from requests for items that were evicted before."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hybridkv.cache.retention.policy import Numbers
 
 
 class Eviction(NamedTuple):
-    """What is remembered of something that was evicted."""
+    """Log entry of an evicted item."""
 
     position: int
     turn: int
-    """Of a request that would have continued it."""
+    """Conversation turn of a request that would have continued it."""
     cohort: Numbers
-    """Its prospects, as the eviction policy saw them."""
+    """Its cohort in the eviction policy."""
     last_used: int
     is_superseded: bool
 
 
 class EvictionLog:
-    """A bounded number of them; the oldest are forgotten first."""
+    """A bounded number of entries; the oldest are dropped first."""
 
     def __init__(self, limit: int = 1 << 16) -> None:
         self._limit = limit
@@ -38,8 +38,8 @@ class EvictionLog:
             self._by_key.popitem(last=False)
 
     def recall(self, keys: Sequence[bytes]) -> Eviction | None:
-        """The deepest eviction among consecutive blocks; its entry is removed."""
-        if self._by_key.keys().isdisjoint(keys):  # quick, and nearly always so
+        """Remove and return the deepest entry among consecutive blocks."""
+        if self._by_key.keys().isdisjoint(keys):  # fast path, nearly always taken
             return None
         deepest = next(key for key in reversed(keys) if key in self._by_key)
         return self._by_key.pop(deepest)

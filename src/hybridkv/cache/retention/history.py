@@ -1,6 +1,6 @@
-"""What the eviction policy learns from: what was kept, used, left behind, evicted, and asked for again.
+"""Reuse history for the eviction policy: which items were kept, used, superseded, evicted, and requested again.
 
-Nothing here holds a page. A lease only tells at its first commit what it used: one that found no room has used nothing.
+It holds no pages. A lease reports what it reuses at its first commit, so a lease that found no room reports nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridkv.cache.retention.policy import Kind, Numbers, Rating
 
 
 class Lineage:
-    """The earlier requests that one request continues, and what of theirs it reuses. Only `History` changes it."""
+    """The earlier requests that one request continues, and the items it reuses. Only `History` changes it."""
 
     __slots__ = ("continued_from", "has_recalled", "lessons", "resumed_from", "turn")
 
@@ -24,24 +24,24 @@ class Lineage:
         self.continued_from = 0
         """The position at which the last of them ended."""
         self.lessons: list[tuple[Numbers, int]] = []
-        """What it reuses, for the eviction policy: cohort and age. Told when it has computed something."""
+        """Cohort and age of the items it reuses. The eviction policy gets them at the first commit."""
         self.resumed_from: Checkpoint | None = None
         self.has_recalled = False
-        """It asked for something that was evicted, and that has been counted."""
+        """Whether its reuse of an evicted item has been counted."""
 
     def fork(self) -> Lineage:
-        """For a fork: the same turn. What is reused counts once, for the lease that was forked."""
+        """Lineage of a fork: the same turn. Reused items count once, for the lease that was forked."""
         twin = Lineage()
         twin.turn, twin.continued_from = self.turn, self.continued_from
         return twin
 
 
 class History:
-    """The past of one cache, counted in requests."""
+    """The reuse history of one cache. Time is counted in requests."""
 
     def __init__(self, queue: EvictionQueue, block_tokens: int) -> None:
         self.clock = 0
-        """Ticks with each lease that takes a place in the index."""
+        """Number of times that a lease was attached to the index."""
         self.log = EvictionLog()
         self._queue = queue
         self._policy = queue.policy
@@ -50,28 +50,28 @@ class History:
     # --- kept ---------------------------------------------------------------------------------------------------------
 
     def kept(self, item: Item) -> None:
-        """Something new may be reused, or evicted."""
+        """Record a new item that may be reused or evicted."""
         self._policy.learn_kept(self._queue.offer(item).cohort, 1)
 
     def superseded(self, checkpoint: Checkpoint) -> None:
-        """Something deeper is kept now on its path."""
+        """Record that a deeper item is kept on the checkpoint's path."""
         before = checkpoint.rating
         if before is None or not checkpoint.is_news:
             return
-        if not checkpoint.num_hits:  # by its own request, before anyone else could use it
+        if not checkpoint.num_hits:  # superseded by its own request, before another could use it
             self._policy.learn_kept(before.cohort, -1)
         self.kept(checkpoint)
         checkpoint.is_news = False
 
     def deepest_again(self, checkpoint: Checkpoint) -> None:
-        """What superseded it has gone."""
+        """Record that no deeper item is kept on the checkpoint's path any more."""
         checkpoint.is_news = True
         self.kept(checkpoint)
 
     # --- used ---------------------------------------------------------------------------------------------------------
 
     def used(self, lineage: Lineage, checkpoint: Checkpoint) -> None:
-        """A request resumes from it."""
+        """Record that a request resumes from a checkpoint."""
         if checkpoint.kind is Kind.END and not is_superseded(checkpoint):
             lineage.turn, lineage.continued_from = checkpoint.turn + checkpoint.num_hits + 1, checkpoint.position
         self._note(lineage, checkpoint.rating, checkpoint.last_used)
@@ -79,22 +79,22 @@ class History:
         checkpoint.last_used = self.clock
 
     def continued(self, lineage: Lineage, leaf: Node, position: int) -> None:
-        """A request goes on from the end of `leaf`, where every block boundary can be resumed."""
+        """Record that a request continues from the end of `leaf`; for layouts that need no checkpoints."""
         if leaf.parent is None:
             return
         if leaf.children:
-            leaf.turn += 1  # one more branches off here
+            leaf.turn += 1  # another request branches off here
         elif leaf.refs == 1:
             self._note(lineage, leaf.rating, leaf.last_used)
             lineage.turn, lineage.continued_from = leaf.turn + 1, position
 
     def used_in_part(self, lineage: Lineage, node: Node, num_blocks: int) -> None:
-        """A request goes on from inside a run: it was reused if that is most of it."""
+        """Record that a request continues from inside a node. It counts as reuse if at least half of it is used."""
         if not node.children and not node.refs and 2 * num_blocks >= node.num_blocks:
             self._note(lineage, node.rating, node.last_used)
 
     def confirm(self, lineage: Lineage) -> None:
-        """The request has computed something: what it reuses counts."""
+        """Report the items that a request reuses to the policy, at its first commit."""
         for cohort, age in lineage.lessons:
             self._policy.learn_reused(cohort, age)
         lineage.lessons = []
@@ -110,7 +110,7 @@ class History:
     # --- evicted ------------------------------------------------------------------------------------------------------
 
     def evicted(self, item: Item, rating: Rating | None) -> None:
-        """Keep the name of what is about to go, with how it was rated."""
+        """Log an item that is about to be evicted, with its rating."""
         if rating is None or not rating.cohort:
             return
         if isinstance(item, Node):
@@ -124,9 +124,9 @@ class History:
             self.log.remember(node.keys[block], Eviction(position, turn, rating.cohort, item.last_used, superseded))
 
     def recall(self, lineage: Lineage, keys: Sequence[bytes]) -> None:
-        """A request asks for blocks by these names: did something that was evicted end at one of them?
+        """Record that a request uses blocks with these keys, in case an evicted item ended at one of them.
 
-        What was evicted piece by piece has left several entries: one request reuses it once.
+        An item that was evicted in several pieces has several entries, but counts once per request.
         """
         eviction = self.log.recall(keys)
         if eviction is None or eviction.position <= lineage.continued_from:

@@ -18,7 +18,7 @@ from hybridkv.cache.retention.reuse import PredictedReuse
 from hybridkv.errors import InputError
 
 Flops = Callable[[int, int], float]
-"""`flops(start, end)`: FLOPs of computing these tokens of a sequence."""
+"""`flops(start, end)`: FLOPs to compute the tokens [start, end) of a sequence."""
 
 POLICIES: Mapping[str, Callable[[Callable[[], Flops] | None], EvictionPolicy]] = {
     "reuse": lambda find_flops: PredictedReuse(),
@@ -29,7 +29,7 @@ DEFAULT_POLICY = "reuse"
 
 
 def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> EvictionPolicy:
-    """A new policy of that name. `find_flops`: called for a policy that weighs FLOPs; if None, that counts tokens."""
+    """Create the policy of that name. `find_flops`: called by policies that use FLOPs; if None, they count tokens."""
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -38,17 +38,21 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
 
 
 _SPARE_GRID_TOKENS = 128
-"""Between checkpoints while most of the memory is unused: they cost nothing then but the writing of a state."""
+"""Grid of checkpoints while most of the memory is unused: a checkpoint then costs only the write of a state."""
 
 
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
-    """A grid that is affordable; no prompt end close to where the caller says that a prompt may be continued."""
+    """An affordable grid, and no checkpoint at a prompt end that closely follows a breakpoint of the caller."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
     return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_spare_grid(layout))
 
 
 def _spare_grid(layout: CacheLayout) -> int:
-    """Where there is nothing but windows, checkpoints a window apart keep all its blocks, and any of them will do."""
+    """Grid while most of the memory is unused.
+
+    If all local groups have windows and there are no states, checkpoints one window apart already keep all blocks, and
+    a request can resume at any block boundary.
+    """
     local = [group.sight for group in layout.token_groups if group.role is Role.LOCAL]
     if layout.state_groups or any(sight.window is None for sight in local):
         return _SPARE_GRID_TOKENS

@@ -1,6 +1,6 @@
-"""Two small interfaces that decide what is worth its bytes: where to keep checkpoints, and what to evict first.
+"""Policy interfaces: `CheckpointPolicy` (where to keep checkpoints) and `EvictionPolicy` (what to evict first).
 
-Policies see facts, never pages. The plain ones are here; `reuse` has the one that learns.
+Policies see facts, never pages. The simple policies are here; the learning one is in `reuse`.
 """
 
 from __future__ import annotations
@@ -15,89 +15,89 @@ class Kind(IntEnum):
     """Why a checkpoint is kept."""
 
     END = 0
-    """Where a prompt, a reply or a preempted request ends: the place to continue from."""
+    """The end of a prompt, a reply or a preempted request, from which it may be continued."""
     BRANCH = 1
-    """Where a known prefix is left."""
+    """The position at which a prompt diverges from a known prefix."""
     BREAKPOINT = 2
-    """The caller named it."""
+    """A position that the caller passed."""
     GRID = 3
 
 
 class PromptFacts(NamedTuple):
-    """What is known when a request begins."""
+    """Facts known when a request begins."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Where it resumes."""
+    """Position at which it resumes."""
     matched_tokens: int
-    """Full-attention KV that matches: where it leaves a known prefix."""
+    """Full-attention KV that matches: the position at which it diverges from a known prefix."""
     breakpoints: tuple[int, ...]
-    """Positions the caller named."""
+    """Positions that the caller passed."""
     block_tokens: int
     spare: float = 0.0
-    """The part of the memory that nobody uses."""
+    """Fraction of the slabs that are free."""
 
 
 class CheckpointPolicy(Protocol):
     def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
-        """Where in the prompt to keep a checkpoint, and why; positions are rounded down to blocks."""
+        """Positions in the prompt at which to keep a checkpoint, and why. They are rounded down to whole blocks."""
         ...
 
 
 class Candidate(NamedTuple):
-    """Something that may be evicted: a checkpoint with the KV that only it needs, or (where every block boundary can be
-    resumed) the end of a run of blocks."""
+    """An evictable item: a checkpoint with the KV that only it needs, or the end of a run of blocks (for layouts in
+    which every block boundary can be resumed)."""
 
     kind: Kind
     is_superseded: bool
-    """Something deeper on its path is kept: whoever goes on from there does not need this one."""
+    """A deeper item is kept on its path: requests that resume from that one do not need this one."""
     turn: int
-    """How often its request had been continued before it: 0 for a first prompt."""
+    """Conversation turn: number of earlier requests that its request continues; 0 for a first prompt."""
     new_tokens: int
-    """What its request added to the one it continued."""
+    """Tokens that its request added to the request it continues."""
     num_hits: int
     start: int
-    """Where a request would resume without it."""
+    """Position at which a request would resume without it."""
     end: int
-    """Where a request resumes with it."""
+    """Position at which a request resumes with it."""
     num_bytes: int
-    """What evicting it makes free."""
+    """Bytes that its eviction frees."""
 
 
 Numbers: TypeAlias = tuple[int, ...]
 
 
 class Rating(NamedTuple):
-    """What a policy makes of a candidate."""
+    """A policy's rating of a candidate."""
 
     lane: Numbers
-    """Of two candidates in one lane the older goes first."""
+    """Candidates of one lane are evicted in order of last use."""
     cohort: Numbers = ()
-    """Candidates with the same prospects, for policies that learn; empty for those that do not."""
+    """Candidates of one cohort have the same predicted reuse. Empty for policies that do not learn."""
 
 
 class EvictionPolicy(Protocol):
-    """What to evict first. Ages are counted in requests."""
+    """Decides what to evict first. Ages are counted in requests."""
 
     def rate(self, candidate: Candidate) -> Rating:
-        """Asked when something becomes evictable, or its facts change."""
+        """Rate a candidate. Called when it becomes evictable, or when its facts change."""
         ...
 
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
-        """Lowest goes first. `oldest_age`: of all candidates."""
+        """Value of a candidate; the lowest is evicted first. `oldest_age`: age of the oldest of all candidates."""
         ...
 
     def learn_kept(self, cohort: Numbers, count: int) -> None:
-        """`count` more of a cohort are there to be reused (fewer, if negative)."""
+        """Learn that `count` more items of a cohort are kept (fewer, if negative)."""
         ...
 
     def learn_reused(self, cohort: Numbers, age: int) -> None:
-        """One of a cohort was asked for, whether it was still there or not."""
+        """Learn that an item of a cohort was requested, whether it was still kept or already evicted."""
         ...
 
 
 class LeastRecentlyUsed:
-    """One lane for all."""
+    """LRU: one lane for all candidates."""
 
     def rate(self, candidate: Candidate) -> Rating:
         return _ONE_LANE
@@ -116,11 +116,11 @@ _ONE_LANE = Rating((0,))
 
 
 class RecencyAndFlops(LeastRecentlyUsed):
-    """Recency plus compute saved per byte, each as a part of the most there is: the score of the Marconi paper
+    """Recency plus compute saved per byte, each relative to its maximum: the score of the Marconi paper
     (arXiv 2411.19379), with equal weights."""
 
     def __init__(self, flops: Callable[[int, int], float] | None = None) -> None:
-        """`flops(start, end)`: of computing these tokens; without it, tokens are counted."""
+        """`flops(start, end)`: FLOPs to compute these tokens. Without it, tokens are counted."""
         self._flops = flops or (lambda start, end: float(end - start))
         self._most = 1e-30
 
@@ -142,11 +142,11 @@ _MOSTLY_UNUSED = 0.5
 
 
 class PromptEndBranchesGrid:
-    """Checkpoints at the last block boundary a repeated prompt can resume from, where a known prefix is left, at the
-    caller's breakpoints, and on a sparse grid: a denser one while most of the memory is unused."""
+    """Keeps checkpoints at the last block boundary from which a repeated prompt can resume, where it diverges from a
+    known prefix, at the caller's breakpoints, and on a sparse grid (denser while most of the memory is unused)."""
 
     def __init__(self, grid_tokens: int | None, near_tokens: int = 0, spare_grid_tokens: int | None = None) -> None:
-        """`near_tokens`: the end of a prompt is not kept if the caller named a place so close before it."""
+        """`near_tokens`: no checkpoint at a prompt's end if a caller's breakpoint is at most this far before it."""
         self.grid_tokens = grid_tokens
         self.near_tokens = near_tokens
         self.spare_grid_tokens = spare_grid_tokens or grid_tokens
@@ -166,7 +166,7 @@ class PromptEndBranchesGrid:
 
 
 def affordable_grid(checkpoint_bytes: int, kv_bytes_per_token: int, least: int = 256) -> int:
-    """A grid on which checkpoints take a quarter of the bytes of the full-attention KV between them, at most."""
+    """Grid spacing at which checkpoints take at most a quarter of the bytes of the full-attention KV between them."""
     if not kv_bytes_per_token:
         return 4 * least
     tokens = -(-4 * checkpoint_bytes // kv_bytes_per_token)

@@ -1,16 +1,17 @@
-"""The policy that learns who comes back: what is evicted is what saves the least compute for its bytes and its time.
+"""The learning eviction policy: predicts reuse, and evicts the item that saves the least compute per byte and time.
 
-The value of keeping something is *chance of reuse x tokens saved / (bytes x time until then)*. Tokens and bytes are
-facts. Chance and time are learned as the cache runs, from what was reused and when, also after it was evicted:
+The value of an item is *chance of reuse x tokens saved / (bytes x time until reuse)*. Tokens and bytes are known.
+Chance and time are learned from observed reuse, including requests for items that were already evicted:
 
-- The **chance** that an end is continued depends on its turn. If each conversation has its own inclination to go on,
-  those that went on before are more inclined: learning starts from the rule of succession, (1 + turn) / (4 + turn).
-  What was added last matters too: a large addition is rarely continued. What a deeper checkpoint supersedes is needed
-  only where others branch off: there the kind of checkpoint and its hits tell more.
-- The **time** until reuse is learned as one distribution over ages for ends, and one for what is superseded.
+- The **chance** that the end of a request is continued depends on its turn. If conversations differ in their
+  probability of another turn, those with more turns are more likely to go on. The prior is the rule of succession,
+  (1 + turn) / (4 + turn). The chance also depends on the number of tokens added last: a large addition is rarely
+  continued. A superseded checkpoint is needed only by requests that branch off there, so its chance depends on its
+  kind and its hits.
+- The **time** until reuse is learned as two distributions over ages: one for ends, one for superseded checkpoints.
 
-Given both, the best one can do with something of a given age is to keep it for the time that has the highest ratio of
-expected reuses to expected time kept (the Gittins index).
+Given both, the value of an item of a given age is the highest ratio of expected reuses to expected time kept, over all
+times for which it may be kept (the Gittins index).
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ import numpy.typing as npt
 
 from hybridkv.cache.retention.policy import Candidate, Kind, Numbers, Rating
 
-_NUM_AGES = 43  # two an octave, up to four million requests: 0-1, 2, 3, 4-5, 6-7, 8-11, 12-15 ...
+_NUM_AGES = 43  # two buckets per octave, up to four million requests: 0-1, 2, 3, 4-5, 6-7, 8-11, 12-15 ...
 _AGE_ENDS = [2.0] + [(3 << octave) / 2 * scale for octave in range(1, 22) for scale in (1, 4 / 3)]
 _AGE_WIDTHS = np.diff(np.array(_AGE_ENDS), prepend=0.0)
 _CHANCES = [0.005, 0.01, 0.02, 0.04, 0.08, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
 _BETWEEN_CHANCES = [(a + b) / 2 for a, b in pairwise(_CHANCES)]
 _PRIOR_WEIGHT = 20.0
-"""How many of a cohort must have been seen until they count as much as what was assumed before."""
+"""Weight of the prior, as a number of kept items of a cohort."""
 _LEARN_EVERY = 256
-"""Things kept until the tables are made anew."""
+"""The tables are recomputed after this many kept items."""
 _FORGET_AFTER = 1 << 14
-"""Things kept until all counts are halved: what people do changes."""
+"""All counts are halved after this many kept items, because workloads change."""
 _FIRST_CHANCE = {Kind.END: 0.05, Kind.BRANCH: 0.5, Kind.BREAKPOINT: 0.3, Kind.GRID: 0.1}
-"""Of what is superseded."""
+"""Prior chance of reuse of superseded checkpoints."""
 
 
 class PredictedReuse:
-    """Evicts what is least worth its bytes and time."""
+    """Evicts the item with the lowest predicted savings per byte and time."""
 
     def __init__(self) -> None:
         self._kept: defaultdict[Numbers, int] = defaultdict(int)
         self._reused: defaultdict[Numbers, int] = defaultdict(int)
         self._ages = [np.ones(_NUM_AGES), np.ones(_NUM_AGES)]
-        """Reuses by age, of ends and of what is superseded."""
+        """Number of reuses by age, of ends and of superseded checkpoints."""
         self._worth: list[list[list[float]]] = []
         self._levels: dict[Numbers, int] = {}
-        """The chance of each cohort, as the number of a chance."""
+        """The chance of reuse of each cohort, as an index of `_CHANCES`."""
         self._num_kept = 0
         self._learn()
 
@@ -83,7 +84,7 @@ class PredictedReuse:
         self._ages[cohort[0]][_age_index(age)] += 1
 
     def chance(self, cohort: Numbers) -> float:
-        """That something of a cohort is reused at all."""
+        """Probability that an item of a cohort is reused."""
         is_superseded, sort, hits = cohort
         if is_superseded:
             first = _FIRST_CHANCE[Kind(sort)]
@@ -112,15 +113,15 @@ class PredictedReuse:
 
 
 def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """For each chance of reuse and each age: the most reuses per unit of time kept that one can expect from now on.
+    """By chance of reuse and age: the highest expected number of reuses per unit of time kept from then on.
 
-    `reuses`: how often things were reused at each age.
+    `reuses`: number of reuses at each age.
     """
-    reused = np.array(_CHANCES)[:, None] * (reuses / reuses.sum())  # [chance, age]: of one kept, how many then
-    waiting = 1 - np.cumsum(reused, axis=1) + reused / 2  # how many are still there to wait, on average
+    reused = np.array(_CHANCES)[:, None] * (reuses / reuses.sum())  # [chance, age]: probability of reuse at that age
+    waiting = 1 - np.cumsum(reused, axis=1) + reused / 2  # fraction not reused yet, on average over that age
     time_kept = waiting * _AGE_WIDTHS
     worth: npt.NDArray[np.float64] = np.zeros_like(reused)
-    for age in range(_NUM_AGES):  # stop at the best of all later ages
+    for age in range(_NUM_AGES):  # keep until the later age with the best ratio
         ratio = np.cumsum(reused[:, age:], axis=1) / np.cumsum(time_kept[:, age:], axis=1)
         ratio.max(axis=1, out=worth[:, age])
     return worth

@@ -1,4 +1,4 @@
-"""What running requests hold: pages that no eviction can free."""
+"""Number of pages that running requests hold, which eviction cannot free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Needs = dict[Pool, int]
 
 
 def at_most(leases: Collection[Lease], groups: GroupPages) -> Needs:
-    """Not less than what leases hold, by pool; quick, but what they share is counted for each."""
+    """Upper bound of the pages that leases hold, by pool. Quick, but counts shared pages once per lease."""
     footprint: Needs = {}
     for group, pool in enumerate(groups.token_pools):
         num_pages = sum(len(table) for lease in leases if (table := lease.pages.tables[group]) is not None)
@@ -25,7 +25,7 @@ def at_most(leases: Collection[Lease], groups: GroupPages) -> Needs:
 
 
 def at_least(leases: Collection[Lease], groups: GroupPages) -> Needs:
-    """Not more than what leases hold, by pool, and nearly all of it. What they share is counted once."""
+    """Tight lower bound of the pages that leases hold, by pool. Shared pages count once."""
     nodes = {node for lease in leases for node in lease.leaf.path()}
     footprint: Needs = {}
     for group in (*groups.full, *groups.taps):
@@ -40,7 +40,7 @@ def at_least(leases: Collection[Lease], groups: GroupPages) -> Needs:
         footprint[groups.token_pools[group]] = len(seen - {NULL_PAGE})
     for group, pool in enumerate(groups.state_pools):
         states = [lease.pages.states[group] for lease in leases]
-        # One that is shared may be so with a checkpoint: when that goes, it is written in place.
+        # A shared state does not count: its other holder may be a checkpoint, and evictable.
         footprint[pool] = sum(len(state.pages) for state in states if state is not None and state.refs == 1)
     return footprint
 

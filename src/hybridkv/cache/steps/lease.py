@@ -15,7 +15,7 @@ from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 
 class Kept(NamedTuple):
-    """A position inside a step where a state was kept."""
+    """A position inside a step at which states are kept."""
 
     position: int
     states: list[State | None]
@@ -23,26 +23,26 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was handed out and has not come back."""
+    """A step that has begun and is not committed."""
 
     start: int
     end: int
     num_known: int
-    """Tokens known without the step's drafts."""
+    """Number of tokens of the lease without the step's drafts."""
     old_states: list[State | None]
-    """The states at `start`, one hold each; None for those written in place."""
+    """The states at `start`, with one reference each; None for states written in place."""
     in_place: bool
-    """Some state at `start` is being overwritten: if the step fails, it is lost."""
+    """Whether the step overwrites a state at `start`. If the step fails, that state is lost."""
     kept: list[Kept]
-    """States of positions inside the step, one hold each."""
+    """States at positions inside the step, with one reference each."""
     loaded_to: int = 0
-    """The tokens from `start` up to here are not computed: their pages are filled from elsewhere."""
+    """The tokens from `start` up to here are loaded: the caller fills their pages."""
     poisoned: int | None = None
-    """The first position that was found invalid since the step left."""
+    """The first position that was invalidated since the step began."""
 
 
 class CheckpointPlan:
-    """Where one request leaves checkpoints."""
+    """Positions at which one request keeps checkpoints."""
 
     __slots__ = ("ahead", "wanted")
 
@@ -50,18 +50,18 @@ class CheckpointPlan:
         self.wanted: dict[int, Kind] = {}
         """Positions where a checkpoint is wanted, and why."""
         self.ahead: list[int] = []
-        """Those of them that are not computed yet, in order."""
+        """The positions of `wanted` that are not computed yet, in order."""
 
     def want(self, position: int, kind: Kind) -> None:
-        """Call `restart` after the last one."""
+        """Add a position. Call `restart` after the last one."""
         self.wanted.setdefault(position, kind)
 
     def restart(self, computed: int) -> None:
-        """The request computes from `computed` on."""
+        """Set `ahead` for a request that computes from `computed` on."""
         self.ahead = sorted(position for position in self.wanted if position > computed)
 
     def advance(self, computed: int) -> None:
-        """The request has computed up to `computed`."""
+        """Remove the positions up to `computed` from `ahead`."""
         if self.ahead and self.ahead[0] <= computed:
             self.ahead = [position for position in self.ahead if position > computed]
 
@@ -72,7 +72,7 @@ class CheckpointPlan:
 
 
 class Lease:
-    """A running request, and its place in the index: a lease refers to its leaf, which keeps the whole path."""
+    """A running request and its place in the index: a lease references its leaf, which keeps the whole path alive."""
 
     __slots__ = (
         "aborted",
@@ -104,9 +104,9 @@ class Lease:
         self.taps = tuple(taps)
         """The tapped layers it uses, as indices of token groups."""
         self.computed = 0
-        """Tokens whose KV and state are there: full, local and state groups all stand at this same depth."""
+        """Number of tokens whose KV and state are present, the same in full, local and state groups."""
         self.cached_tokens = 0
-        """What the index supplied when the lease began, and what was loaded then."""
+        """Number of tokens that the index supplied when the lease began, or that were loaded."""
         self.matched_tokens = 0
         """Full-attention KV that matched when the lease began, in whole blocks."""
         self.pages = LeasePages()
@@ -114,15 +114,15 @@ class Lease:
         self.lineage = Lineage()
         self.step: InFlight | None = None
         self.announced: tuple[Node, bytes] | None = None
-        """The block it computes next, as `leaders` has it."""
+        """The block it computes next, as registered in `Leaders`."""
         self.is_pin = False
-        """It belongs to a pin, and computes nothing."""
+        """Whether it belongs to a pin and computes nothing."""
         self.aborted = False
         self.released = False
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt, and what has been sampled."""
+        """Number of known tokens: the prompt and the sampled tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -131,12 +131,12 @@ class Lease:
 
     @property
     def poisoned(self) -> int | None:
-        """The first position that was found invalid while a step is in flight: its result does not count."""
+        """The first position invalidated while a step is in flight: the step's result is dropped."""
         return None if self.step is None else self.step.poisoned
 
     @property
     def named_tables(self) -> dict[str, Pages]:
-        """By token group: a page a block."""
+        """By token group: one page per block."""
         return self.pages.named_tables
 
     @property
@@ -145,15 +145,15 @@ class Lease:
         return self.plan.wanted
 
     def append(self, tokens: TokenIds) -> None:
-        """More tokens are known: a forced continuation, a tool's answer. Sampled ones come with `commit`."""
+        """Append tokens: a forced continuation, a tool's answer. Sampled tokens are passed to `commit`."""
         self.tokens += pack_tokens(tokens)
 
     def forget_after(self, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens are known after all."""
+        """Drop all tokens after the first `num_tokens`."""
         del self.tokens[num_tokens * TOKEN_BYTES :]
 
     def keep_at(self, position: int) -> bool:
-        """Ask for a checkpoint at `position`; False if it is too late for that."""
+        """Request a checkpoint at `position`. False if the lease is already past it."""
         if self.step is not None and any(kept.position == position for kept in self.step.kept):
             return True
         ahead = self.step.end if self.step else self.computed

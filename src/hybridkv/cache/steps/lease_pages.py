@@ -1,4 +1,4 @@
-"""The pages that one running request holds. `placement`, `sending` and `steps` change them, `compaction` moves them."""
+"""The pages that one running request holds. `placement` and steps change them, `compaction` moves them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class LeasePages:
 
     def __init__(self) -> None:
         self.tables: list[Pages | None] = []
-        """By token group: a page a block; None for taps the request did not ask for."""
+        """By token group: one page per block; None for taps that the request does not use."""
         self.named_tables: dict[str, Pages] = {}
         """The same lists by the group's name."""
         self.local_first: list[int] = []
-        """By token group: the first block a local group still holds."""
+        """By token group: the first block that a local group still holds."""
         self.slide_at = 0
-        """The position at which some local group next lets go of a block."""
+        """The next position at which some local group drops a block."""
         self.states: list[State | None] = []
-        """By state group: the state at `computed`, one hold each; None: the zero state of position 0."""
+        """By state group: the state at `computed`, with one reference; None: the zero state of position 0."""
         self.tail: Checkpoint | None = None
         """The checkpoint inside a block that the lease resumes from, until its tail has been copied."""
         self.copied: list[tuple[int, int]] = []
-        """(token group, page) that the block begun was copied from: if that turns out bad, so is the copy."""
+        """(token group, page) from which the partial block was copied. If such a page is invalid, so is the copy."""
         self.slabs: set[Slab] = set()
-        """The slabs of the pages that are the lease's own, and of its states."""
+        """The slabs of the pages that the lease itself owns, and of its states."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that have pages, in every group the lease uses."""
+        """Number of blocks in the page tables, the same in every group."""
         for table in self.named_tables.values():
             return len(table)
         return 0

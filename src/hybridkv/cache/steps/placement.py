@@ -1,4 +1,4 @@
-"""How a lease takes its place in the index, leaves it, goes back and forks. Its steps are in `steps`."""
+"""Placement of leases in the index: attach, detach, go back and fork. Steps are in `step_begin` and `step_end`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Placement:
         self._next_id += 1
         return lease
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- attach and detach --------------------------------------------------------------------------------------------
 
     def find(
         self, key: bytes, tokens: bytes | bytearray, limit: int, taps: Sequence[int]
@@ -48,7 +48,7 @@ class Placement:
         return path, self.rule.find(path, tokens, limit, taps)
 
     def attach(self, lease: Lease, path: Sequence[PathNode], resume: Resume) -> None:
-        """Stand at the position of `resume`. Takes no pages: a tail is copied when the lease first extends."""
+        """Put the lease at the position of `resume`. Allocates no pages: the first `extend` copies a tail."""
         groups, prefixes, position = self.groups, self.prefixes, resume.position
         prefixes.history.clock += 1
         block = position // self.block_tokens
@@ -86,7 +86,7 @@ class Placement:
         self.stats.checkpoints_hit += 1
         if self.prefixes.needs_checkpoints:
             self.prefixes.history.used(lease.lineage, checkpoint)
-        if checkpoint.rating is None:  # else it stays where it is: something deeper will supersede it soon
+        if checkpoint.rating is None:  # else it keeps its lane: a deeper one will supersede it soon
             self.prefixes.queue.offer(checkpoint)
         pages = lease.pages
         for group, state in enumerate(checkpoint.states):
@@ -99,7 +99,7 @@ class Placement:
             checkpoint.holds += 1
 
     def _recall_matched(self, lease: Lease, path: Sequence[PathNode], first: int, last: int) -> None:
-        """Blocks [first, last) are there, but not what was kept with them: was there more once?"""
+        """Look up blocks [first, last), which matched without a usable checkpoint, in the eviction log."""
         for node, _ in reversed(path):
             if node.parent is not None and node.start < last:
                 self.prefixes.history.recall(lease.lineage, node.keys[max(0, first - node.start) : last - node.start])
@@ -121,7 +121,7 @@ class Placement:
         return self.prefixes.index.split(node, block - node.start)
 
     def let_go(self, lease: Lease) -> None:
-        """Give back everything the lease holds; it keeps its tokens."""
+        """Drop all pages and references of the lease. It keeps its tokens."""
         groups, pages, end = self.groups, lease.pages, lease.leaf.end
         self.leaders.withdraw(lease)
         for group, table in enumerate(pages.tables):
@@ -136,13 +136,13 @@ class Placement:
         self.prefixes.release_node(lease.leaf)
 
     def detach(self, lease: Lease) -> None:
-        """The lease ends."""
+        """End the lease."""
         self.let_go(lease)
         lease.released = True
         del self.running.leases[lease.id]
 
     def reattach(self, lease: Lease, limit: int) -> None:
-        """Go back to the largest position <= `limit` that what is published can supply."""
+        """Go back to the largest position <= `limit` that published blocks and checkpoints can supply."""
         before = lease.computed
         self.let_go(lease)
         path, resume = self.find(lease.root_key, lease.tokens, min(limit, lease.num_tokens - 1), lease.taps)
@@ -154,7 +154,7 @@ class Placement:
         stats.rolled_back_tokens += max(0, before - lease.computed)
 
     def trim(self, lease: Lease) -> None:
-        """Give back the blocks that nothing has been computed into."""
+        """Free the blocks that have no computed tokens."""
         keep = -(-lease.computed // self.block_tokens)
         for group, table in enumerate(lease.pages.tables):
             if table is not None and len(table) > keep:
@@ -162,7 +162,7 @@ class Placement:
                 del table[keep:]
 
     def settle_tail(self, lease: Lease) -> None:
-        """The lease no longer counts on the checkpoint it came from."""
+        """Drop the lease's reference to the checkpoint it resumed from."""
         checkpoint, lease.pages.tail = lease.pages.tail, None
         if checkpoint is not None:
             checkpoint.holds -= 1
@@ -170,7 +170,7 @@ class Placement:
                 self.prefixes.queue.offer(checkpoint)
 
     def keep_end(self, lease: Lease) -> None:
-        """Make a checkpoint of where the lease stands, with its states and the block begun."""
+        """Keep a checkpoint at the lease's position, with its states and its partial block."""
         prefixes, pages, position = self.prefixes, lease.pages, lease.computed
         block, begun = divmod(position, self.block_tokens)
         needless = not begun and not prefixes.needs_checkpoints
@@ -185,12 +185,12 @@ class Placement:
         prefixes.add_checkpoint(lease.leaf, lease.lineage, checkpoint, has_local=True)
         if checkpoint.node is not None:
             checkpoint.node.hold_slabs(pages.slabs)
-            pages.local_first = [block] * len(pages.tables)  # the checkpoint has taken over what the lease saw
+            pages.local_first = [block] * len(pages.tables)  # the checkpoint has taken over these references
 
     def needs(
         self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int, unseen: Sequence[int] = ()
     ) -> Needs:
-        """`unseen`: by token group, how many of the blocks need no page."""
+        """Pages that a step needs, by pool. `unseen`: by token group, number of blocks that need no page."""
         needs: Needs = {}
         if num_blocks:
             for index, (pool, table) in enumerate(zip(self.groups.token_pools, lease.pages.tables, strict=True)):
@@ -204,7 +204,7 @@ class Placement:
     # --- forks --------------------------------------------------------------------------------------------------------
 
     def begun_block(self, lease: Lease) -> int | None:
-        """The block that has some of its tokens computed, if there is one with pages."""
+        """The partial block (some of its tokens are computed), if there is one with pages."""
         block, begun = divmod(lease.computed, self.block_tokens)
         return block if begun and lease.pages.tail is None and self.groups.token_pools else None
 
@@ -213,7 +213,7 @@ class Placement:
         return self.needs(lease, num_blocks, [False] * len(self.state_groups), 0)
 
     def fork(self, lease: Lease) -> Lease:
-        """Another lease at the same place; room for a block begun has been made."""
+        """Make another lease at the same position. The caller has made room for a copy of the partial block."""
         groups, begun, end = self.groups, self.begun_block(lease), lease.leaf.end
         twin = self.new_lease(lease.root_key, lease.tokens, lease.taps)
         twin.prompt_tokens, twin.cached_tokens = lease.prompt_tokens, lease.cached_tokens

@@ -1,4 +1,4 @@
-"""Memory reclaim: a step that needs pages gets them by compaction and by eviction, or learns why it cannot."""
+"""Memory reclaim: make room for a step by compaction and eviction, or report why there is no room."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _EVICT_AHEAD = 8
 
 
 class NoRoom(NamedTuple):
-    """Why pages could not be had. False in a condition, so that `if not (step := extend(...))` reads well."""
+    """Why pages could not be allocated. It is falsy, so that `if not (step := extend(...))` works."""
 
     reason: str
     pinned_slabs: int = 0
-    """Slabs that could have been emptied but for steps in flight and transfers."""
+    """Number of slabs that could not be emptied because steps in flight or transfers use them."""
     wait_for_moves: bool = False
-    """Moves are under way: run and acknowledge them, then ask again."""
+    """Page moves are pending: run and acknowledge them, then retry."""
 
     never: bool = False
-    """Not even an empty arena would do: refuse the request, or extend it by less at a time."""
+    """Even an empty arena is too small: reject the request, or extend it by fewer tokens at a time."""
     transfer_slabs: int = 0
-    """Those of `pinned_slabs` that transfers pin (`Cache.pin`): they may take seconds."""
+    """Number of `pinned_slabs` that transfers pin (`Cache.pin`). Transfers may take seconds."""
 
     def __bool__(self) -> bool:
         return False
@@ -47,12 +47,12 @@ class Reclaimer:
         self._num_ahead = min(_EVICT_AHEAD, prefixes.groups.layout.num_slabs // 32)
 
     def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
-        """Compact and evict until `needs` fit. None: they do."""
+        """Compact and evict until `needs` fit. Returns None if they fit."""
         if self.arena.fits(needs):
             return None
-        if not self.arena.could_ever_fit(needs):  # nothing is evicted for what can never be
+        if not self.arena.could_ever_fit(needs):  # evict nothing for what can never fit
             return NoRoom("it can never fit: the arena is smaller than what this step needs", never=True)
-        self.groups.run_operations()  # slabs that were emptied may wait for it
+        self.groups.run_operations()  # emptied slabs may wait for it
         if not self.arena.fits(needs) and self._is_in_vain(needs):
             return self._no_room(set())
         pinned, num_evicted = Pinned(self.running), 0
@@ -62,16 +62,16 @@ class Reclaimer:
             if num_evicted == most_evictions or not self.evict_least(needs):
                 return self._no_room(pinned.refused)
             num_evicted += 1
-        # Work ahead a little, so that most requests find room at once; in small arenas every page counts.
+        # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts.
         for _ in range(self._num_ahead):
             if not self.evict_least(needs):
                 break
         return None
 
     def _is_in_vain(self, needs: Needs) -> bool:
-        """Whether there would be no room even without anything that can be evicted."""
+        """Whether there would be no room even after evicting everything evictable."""
         leases = self.running.leases.values()
-        for count in (footprint.at_most, footprint.at_least):  # mostly the quick one is enough to see that there would
+        for count in (footprint.at_most, footprint.at_least):  # the quick bound mostly suffices
             if self.arena.could_ever_fit(footprint.add(needs, count(leases, self.groups))):
                 return False
         return True
@@ -93,7 +93,7 @@ class Reclaimer:
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict_least(self, needs: Needs) -> bool:
-        """Evict the item of least value, or as much of its end as is needed; False if nothing may be evicted."""
+        """Evict the item of least value, or as much of its end as is needed. False if nothing is evictable."""
         history = self.prefixes.history
         popped = self.prefixes.queue.pop(history.clock)
         if popped is None:
@@ -118,7 +118,7 @@ class Reclaimer:
             prefixes.tidy(node)
 
     def _evict_blocks(self, node: Node, needs: Needs) -> None:
-        """A slab's worth, or what the needs ask of the same pools if that is more."""
+        """Evict one slab's worth of blocks from the end of `node`, or more if `needs` asks more of these pools."""
         prefixes = self.prefixes
         pools = [self.groups.token_pools[group] for group in self.groups.full]
         wanted = max(max(pool.pages_per_slab, needs.get(pool, 0)) for pool in pools)

@@ -1,4 +1,4 @@
-"""Questions of room that everyone who drives a cache asks."""
+"""Helpers for engines: whether a request fits into the arena, and how far it can extend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hybridkv.cache.steps.step_tables import StepTables
 def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoRoom:
     """Extend by `num_tokens`, or half of that, and so on; for a lease that is alone in the arena.
 
-    Where it stands may be what takes the room: the tail it resumed from is held until its first step. Then it goes
-    back; but only then: what it has computed since would have to be computed again, and end at the same place.
+    The lease may itself take the room: it holds the tail it resumed from until its first step. In that case it rolls
+    back. After its first step it does not: it would recompute the same tokens and run out of room at the same position.
     """
     while True:
         most = min(num_tokens, lease.num_tokens - lease.computed)
@@ -25,7 +25,7 @@ def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoR
 
 
 def could_fit(layout: CacheLayout, num_tokens: int) -> bool:
-    """Whether an empty arena has room for a request of that length; if not, nothing should be evicted for it."""
+    """Whether an empty arena has room for a request of `num_tokens`. If not, nothing should be evicted for it."""
     slabs = sum(
         -(-_held_pages(group, num_tokens, layout.block_tokens) // group.pages_per_slab)
         for group in (*layout.token_groups, *layout.state_groups)
@@ -35,7 +35,7 @@ def could_fit(layout: CacheLayout, num_tokens: int) -> bool:
 
 
 def longest_fit(layout: CacheLayout, most: int) -> int:
-    """The length of the longest request, up to `most`, that an empty arena has room for."""
+    """Length of the longest request, up to `most`, that fits into an empty arena."""
     fits, too_long = 0, most + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

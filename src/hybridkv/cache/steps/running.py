@@ -1,4 +1,4 @@
-"""The leases that have not ended, and the slabs whose pages must not move for their sake."""
+"""The leases that have not ended, and the slabs whose pages must not move because leases use them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hybridkv.cache.steps.lease import Lease
 
 
 class Pinned:
-    """The slabs of steps in flight and of transfers, collected at the first question."""
+    """The slabs of steps in flight and of transfers, collected at the first call of `is_pinned`."""
 
     def __init__(self, running: Running) -> None:
         self.refused: set[Slab] = set()
-        """The slabs that were asked for and are pinned."""
+        """The slabs for which `is_pinned` has returned True."""
         self._running = running
         self._slabs: set[Slab] | None = None
 
@@ -30,11 +30,11 @@ class Running:
 
     def __init__(self) -> None:
         self.leases: dict[int, Lease] = {}
-        """Requests that run, and the leases of pins."""
+        """Running requests, and the leases of pins."""
         self.in_flight: dict[int, Lease] = {}
-        """Those of them that have a step in flight."""
+        """Leases with a step in flight."""
         self.transfers: dict[int, set[Slab]] = {}
-        """By the id of a pin's lease: the slabs that its pages are in."""
+        """By the id of a pin's lease: the slabs that contain its pages."""
 
     def transfer_slabs(self) -> set[Slab]:
         """The slabs that transfers pin."""

@@ -1,4 +1,4 @@
-"""A step begins: room for it, and the tables that say which pages it reads and writes."""
+"""Begin of a step: allocation of its pages, and the tables of the pages it reads and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridkv.cache.steps.reclaim import NoRoom, Reclaimer
 from hybridkv.cache.steps.step_tables import Loaded, Segment, StepTables
 
 _EVICTIONS_FOR_CHECKPOINTS = 8
-"""What may go for the sake of new checkpoints inside a step; they must not empty the cache."""
+"""At most this many evictions to make room for checkpoints inside a step; they must not empty the cache."""
 
 
 class StepBegin:
@@ -31,7 +31,7 @@ class StepBegin:
         self._state_names = [group.name for group in placement.state_groups]
 
     def send_off(self, lease: Lease, start: int, end: int, num_known: int, may_cut: bool) -> StepTables | NoRoom:
-        """A step that computes the tokens from `start` up to `end`. `num_known`: without its drafts."""
+        """Begin a step that computes the tokens [start, end). `num_known`: tokens of the lease without drafts."""
         pages, ahead = lease.pages, lease.plan.ahead
         kept = [p for p in ahead if p <= end] if ahead else ahead
         num_blocks = -(-end // self.block_tokens) - pages.num_blocks if pages.named_tables else 0
@@ -47,12 +47,15 @@ class StepBegin:
         else:
             segments = self._decode_segments(lease, start, end, num_known)
         self.running.in_flight[lease.id] = lease
-        self.groups.run_operations()  # also what an earlier step could not have run: it may concern this one's pages
-        tables = {name: table[:] for name, table in pages.named_tables.items()}  # theirs to keep; ours go on changing
+        self.groups.run_operations()  # includes operations that failed in an earlier step and may concern these pages
+        tables = {name: table[:] for name, table in pages.named_tables.items()}  # copies: the lease's tables change
         return StepTables(start, end, self.block_tokens, tables, segments)
 
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
-        """A step whose tokens from `start` up to `first` are loaded; there, a state is kept for others to find."""
+        """Begin a step that loads the tokens [start, first) and computes [first, end).
+
+        A checkpoint is kept at `first`, so that other requests can resume there.
+        """
         pages = lease.pages
         kept = [p for p in lease.plan.ahead if first <= p <= end]
         if self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0:
@@ -83,11 +86,11 @@ class StepBegin:
     # --- room and pages -----------------------------------------------------------------------------------------------
 
     def _fresh_states(self, lease: Lease, may_cut: bool) -> list[bool]:
-        """By state group: whether the step must write to a new page, since others count on the present one."""
+        """By state group: whether the step must write to new pages because the present state must be preserved."""
         return [state is None or state.refs > 1 or may_cut for state in lease.pages.states]
 
     def _unseen_blocks(self, lease: Lease, num_blocks: int, position: int) -> list[int]:
-        """By token group: how many of the next blocks nobody sees who goes on from `position`."""
+        """By token group: number of the next `num_blocks` blocks that tokens from `position` on do not see."""
         first, unseen = lease.pages.num_blocks, [0] * len(lease.pages.tables)
         for group in self.groups.local:
             unseen[group] = min(num_blocks, max(0, self.groups.first_visible_block(group, position) - first))
@@ -96,7 +99,7 @@ class StepBegin:
     def _room_for(
         self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int, unseen: Sequence[int] = ()
     ) -> list[int] | NoRoom:
-        """Make room for a step. Checkpoints inside it are optional: returns those there is room for."""
+        """Make room for a step. Checkpoints inside it are optional: returns the positions that fit."""
         make_room = self.reclaimer.make_room
         fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0
@@ -105,7 +108,7 @@ class StepBegin:
             return kept
         while (no_room := make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
             before, fresh = fresh, self._fresh_states(lease, may_cut)
-            if fresh == before:  # else a checkpoint of our own went, and a state can be written in place after all
+            if fresh == before:  # else a checkpoint of this lease was evicted, and its state can be written in place
                 return no_room
         if not num_inside:
             return kept
@@ -114,7 +117,7 @@ class StepBegin:
         while not self.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
             num_fit -= 1
         self.placement.stats.checkpoints_skipped += num_inside - num_fit
-        return kept[num_inside - num_fit :]  # the last ones: most is computed before them
+        return kept[num_inside - num_fit :]  # keep the last ones: they save the most compute
 
     def _add_blocks(self, lease: Lease, num_blocks: int, unseen: Sequence[int] = ()) -> None:
         pages = lease.pages
@@ -136,7 +139,7 @@ class StepBegin:
     def _add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
     ) -> list[list[Segment]]:
-        """Send the step off: a chain of states for each group, one link for each position that is kept."""
+        """Put the step in flight. Each state group gets a chain of states, one segment per kept position."""
         fresh = self._fresh_states(lease, may_cut)
         if not self.state_groups:
             lease.step = InFlight(start, end, num_known, [], False, [Kept(position, []) for position in kept])
@@ -148,7 +151,7 @@ class StepBegin:
             chain = self._chain(lease, group, len(bounds), is_fresh)
             chains.append(chain)
             segments.append(self._segments(group, start, bounds, chain))
-        # Each state of a chain has one hold: the last one's is the lease's, all others go to who keeps them.
+        # Each state of a chain has one reference: the lease has the last state's, `InFlight` those of the others.
         lease.step = InFlight(
             start,
             end,
@@ -173,7 +176,7 @@ class StepBegin:
         return segments
 
     def _decode_segments(self, lease: Lease, start: int, end: int, num_known: int) -> dict[str, list[Segment]]:
-        """The common case of `_add_segments`: every state in place, nothing kept."""
+        """The common case of `_add_segments`: every state is written in place and no checkpoint is kept."""
         lease.step = InFlight(start, end, num_known, [None] * len(self.state_groups), bool(self.state_groups), [])
         segments = {}
         for group, state in zip(self.state_groups, lease.pages.states, strict=True):
@@ -182,7 +185,10 @@ class StepBegin:
         return segments
 
     def _chain(self, lease: Lease, group: int, length: int, fresh: bool) -> list[State | None]:
-        """The state before the step, and the one after each of `length` segments; the first in place unless `fresh`."""
+        """The state before the step and the one after each of `length` segments.
+
+        Unless `fresh`, the first segment writes in place.
+        """
         state = lease.pages.states[group]
         size = self.state_groups[group].pages_per_state
         chain: list[State | None] = [state] if fresh else [state, state]

@@ -1,4 +1,4 @@
-"""A step of a lease that comes back: taking what it computed, or letting go of it, and publishing."""
+"""End of a step: accept or drop its results, and publish whole blocks and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StepEnd:
         self.block_bytes = placement.block_bytes
         self.state_groups = placement.state_groups
 
-    # --- taking it back -----------------------------------------------------------------------------------------------
+    # --- accept, drop, fail -------------------------------------------------------------------------------------------
 
     def accept(self, lease: Lease, step: InFlight, target: int) -> None:
-        """The step is good up to `target`."""
+        """Accept the step's results up to `target`."""
         loaded = step.loaded_to > step.start
         if loaded:
             lease.cached_tokens = min(target, step.loaded_to)
@@ -46,11 +46,11 @@ class StepEnd:
         if lineage.lessons or lineage.resumed_from is not None:
             self.prefixes.history.confirm(lineage)
         kept_positions = [kept.position for kept in step.kept if kept.position <= target] if step.kept else []
-        if target >= pages.slide_at:  # before publishing: most of a long step's blocks are out of sight already
+        if target >= pages.slide_at:  # before publishing: most blocks of a long step are already out of the window
             self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
-        for kept in reversed(step.kept):  # the deepest first: it supersedes the others
+        for kept in reversed(step.kept):  # deepest first: it supersedes the others
             if kept.position <= target:
                 checkpoint = Checkpoint(kept.position, kept.states, lease.plan.wanted[kept.position])
                 self.prefixes.add_checkpoint(lease.leaf, lineage, checkpoint)
@@ -59,12 +59,15 @@ class StepEnd:
         lease.plan.advance(target)
         if kept_positions and target >= pages.slide_at:
             self._slide(lease, target)
-        if loaded and target < step.loaded_to:  # what was loaded after it is wrong
+        if loaded and target < step.loaded_to:  # the content loaded after `target` is not valid
             self._clear_own_blocks(lease)
             self.placement.trim(lease)
 
     def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
-        """Return to the last state at or before `target`, kept or from before the step, if one is left: to where?"""
+        """Go back to the last state at or before `target`, kept in the step or from before it.
+
+        Returns its position; None if no such state is left.
+        """
         if not self.state_groups:
             return target
         self.groups.drop_states(lease.pages.states)
@@ -87,14 +90,14 @@ class StepEnd:
             self.groups.drop_states(one.states)
 
     def drop_step(self, lease: Lease, step: InFlight) -> None:
-        """Forget a step of a lease that is about to end."""
+        """Drop the step of a lease that is about to end."""
         if step.loaded_to > step.start:
             self._clear_own_blocks(lease)
         self.drop_kept(step.kept)
         self.groups.drop_states(step.old_states)
 
     def fail(self, lease: Lease, step: InFlight) -> None:
-        """Nothing of the step can be used. States that were written in place are lost with it."""
+        """Drop all results of a failed step. States that it wrote in place are lost."""
         self.drop_kept(step.kept)
         self.groups.drop_states(lease.pages.states)
         lease.pages.states = step.old_states
@@ -111,9 +114,9 @@ class StepEnd:
             self.placement.trim(lease)
 
     def _clear_own_blocks(self, lease: Lease) -> None:
-        """Whoever has the pages of a failed load next must not find what it left there.
+        """Zero the pages of a failed load, so that their next holder does not read its leftovers.
 
-        The block begun, if there is one, was loaded over too: the lease lets it go, and goes back.
+        A partial block at the lease's end was overwritten too: the lease drops it and goes back.
         """
         first = lease.computed // self.block_tokens
         for pool, table in zip(self.groups.token_pools, lease.pages.tables, strict=True):
@@ -124,7 +127,7 @@ class StepEnd:
     # --- publishing ---------------------------------------------------------------------------------------------------
 
     def publish(self, lease: Lease) -> None:
-        """Move whole computed blocks into the index; where another request was faster, share its pages."""
+        """Move whole computed blocks into the index. Blocks that another request has published first are shared."""
         prefixes, index, end = self.prefixes, self.prefixes.index, lease.computed // self.block_tokens
         leaf, pages, lineage = lease.leaf, lease.pages, lease.lineage
         self.leaders.withdraw(lease)
@@ -163,7 +166,7 @@ class StepEnd:
         return node
 
     def _share(self, lease: Lease, node: Node) -> None:
-        """Use the pages `node` has for blocks the lease computed too, and lend it those it lacks."""
+        """Replace the lease's pages with those of `node` for the same blocks, and give `node` the pages it lacks."""
         groups, first, last = self.groups, node.start, node.end
         self.stats.blocks_shared += last - first
         for group, table in enumerate(lease.pages.tables):
@@ -186,7 +189,7 @@ class StepEnd:
             table[first:last] = theirs
 
     def _slide(self, lease: Lease, position: int) -> None:
-        """Let go of the blocks that no token from `position` on sees."""
+        """Drop the pages of local groups that no token from `position` on sees."""
         groups, pages, published = self.groups, lease.pages, lease.leaf.end
         for group in groups.local:
             first, old = groups.first_visible_block(group, position), pages.local_first[group]
@@ -201,7 +204,7 @@ class StepEnd:
         pages.slide_at = groups.next_slide(position)
 
     def _own_slabs_only(self, lease: Lease) -> None:
-        """After publishing, only the block begun and the states are the lease's own."""
+        """Recompute `slabs` after publishing: the lease itself owns only its unpublished blocks and its states."""
         pages, end = lease.pages, lease.leaf.end
         pages.slabs = self.groups.state_slabs(pages.states)
         for pool, table in zip(self.groups.token_pools, pages.tables, strict=True):

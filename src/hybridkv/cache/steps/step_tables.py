@@ -9,9 +9,10 @@ from hybridkv.cache.arena.pages import Pages, make_pages
 
 
 class Segment(NamedTuple):
-    """A run of a request's tokens in one step: the scan reads the state from src and writes it to dst.
+    """A run of a request's tokens in one step: the scan reads the state from `src` and writes it to `dst`.
 
-    Equal pages: in place. The null page as src: a zero state. A state cut into several pages names them all.
+    If both are equal, the state is written in place. The null page as `src` is a zero state. A state that is split into
+    several pages lists them all.
     """
 
     start: int
@@ -21,29 +22,29 @@ class Segment(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What others put into a request's pages before its step computes the rest: blocks, and a state a group."""
+    """Pages that the caller fills before the step computes the rest: blocks, and one state per state group."""
 
     start: int
-    """Where the request stood. It is loaded up to the step's own start."""
+    """Position of the request before the step. Tokens from here up to the step's `start` are loaded."""
     states: dict[str, tuple[int, ...]]
     """By state group: the pages of the state at the step's start."""
 
 
 class StepTables(NamedTuple):
-    """Everything a step needs to know of one request: positions are explicit, nothing is inferred from shapes."""
+    """Everything a step needs to know of one request. Positions are explicit; nothing is inferred from shapes."""
 
     start: int
     end: int
     block_tokens: int
     tables: dict[str, Pages]
-    """By token group: the page of each block, at least up to `end`. The null page: a block it no longer sees."""
+    """By token group: the page of each block, at least up to `end`. The null page: a block that is no longer seen."""
     segments: dict[str, list[Segment]]
-    """By state group: the step's tokens in order."""
+    """By state group: the segments of the step, in order."""
     loaded: Loaded | None = None
-    """The tokens before `start` whose pages are filled from elsewhere, if there are such."""
+    """The pages of tokens before `start` that the caller fills, if any."""
 
     def encode(self) -> bytes:
-        """For another process."""
+        """Encode as JSON, for another process."""
         tables = {group: list(pages) for group, pages in self.tables.items()}
         return json.dumps({**self._asdict(), "tables": tables}).encode()
 
