@@ -1,5 +1,6 @@
-"""Chooses the samples of the next step and their token counts. Prefill and decode are not separate phases: a decoding
-sample is one with a single token to compute.
+"""Chooses the samples of the next step and their token counts.
+
+Prefill and decode are not separate phases: a decoding sample is one with a single token to compute.
 
 Decoding samples are scheduled first, one token each, so that prefills do not delay them. The rest of the token budget
 goes to prefills, oldest first. `Pace` limits it: no prefill is added to a step that is long enough, and while others

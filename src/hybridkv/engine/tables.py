@@ -33,7 +33,7 @@ class Tables(NamedTuple):
     """All tables of one step, on the device."""
 
     tokens: Mapping[str, TokenTable]
-    """By token group."""
+    """Token tables by token group."""
     segments: Mapping[StateKey, SegmentTable]
 
 

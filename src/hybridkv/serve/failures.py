@@ -51,7 +51,7 @@ def failure(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def status_of(error: HybridKVError) -> int:
-    """404: unknown model. 429: too busy, retry later. 503: the engine has stopped. 400: bad input. 500: all else."""
+    """404: unknown model. 429: too busy, retry later. 503: stopped or stopping. 400: bad input. 500: all else."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, TooBusyError):

@@ -1,5 +1,6 @@
-"""Operations of the seams on pages. Tokens are the first axis, there is no batch axis, and the active frame has the
-layer.
+"""Operations of the seams on pages.
+
+Tokens are the first axis, there is no batch axis, and the active frame has the layer.
 
 A plain call runs an operation at once. A compiler sees only its schema, and a fake that makes results of the right
 shapes. Both are declared next to the implementation.
