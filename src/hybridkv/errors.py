@@ -13,26 +13,26 @@ _DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class HybridKVError(Exception):
-    """Base of every error that hybridkv raises on purpose. Itself: a call that the engine's state does not allow."""
+    """Base of every error that hybridkv raises on purpose. Raised itself for a call that the state does not allow."""
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
 class InputError(HybridKVError, ValueError):
-    """Base of every error that bad input causes. Itself: an option, argument or file that cannot be used."""
+    """Base of every error that bad input causes. Raised itself for an option, argument or file that cannot be used."""
 
 
 class ConfigError(InputError):
-    """A model's configuration is missing, unreadable, or says something we refuse to guess about."""
+    """A model's configuration is missing, unreadable or ambiguous."""
 
 
 class MissingFieldError(ConfigError):
-    """A model's configuration does not say something that has no default."""
+    """A model's configuration lacks a field that has no default."""
 
 
 class ParallelismError(ConfigError):
-    """The model cannot be split over the asked number of tensor-parallel ranks."""
+    """The model cannot be split over the requested number of tensor-parallel ranks."""
 
 
 class PlanError(InputError):
@@ -40,7 +40,7 @@ class PlanError(InputError):
 
 
 class RequestError(InputError):
-    """A request asks for something that does not exist, or for more than anyone may ask. `param`: by which field."""
+    """A request asks for something that does not exist, or for more than is allowed. `param`: the field at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,18 +48,18 @@ class RequestError(InputError):
 
 
 class CacheError(InputError):
-    """A verb was used on a lease or a pin that does not allow it now."""
+    """A method was called on a lease or a pin in a state that does not allow it."""
 
 
 class TraceError(InputError):
-    """A trace that cannot be read."""
+    """A trace cannot be read."""
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
 class EngineError(HybridKVError):
-    """The engine has stopped and serves nothing any more."""
+    """The engine has stopped and serves no more requests."""
 
 
 class ReplyError(HybridKVError):
@@ -71,25 +71,25 @@ class DiskError(HybridKVError):
 
 
 class StoreError(HybridKVError):
-    """Base of all that stores raise. Itself: the store is closed."""
+    """Base of all errors that stores raise. Raised itself if the store is closed."""
 
 
 class StoreInputError(StoreError, InputError):
-    """A wrong name, address or size: the caller's mistake."""
+    """The caller passed a wrong name, address or size."""
 
 
 class MissingObject(StoreError):  # noqa: N818 - reads as what it says
-    """There is no such object, or not any more. It is computed again."""
+    """The object does not exist, or was deleted. Its tokens are computed instead."""
 
 
 class CorruptObject(StoreError):  # noqa: N818
-    """The bytes are not those that were written. The object has been deleted, and is computed again."""
+    """The bytes are not those that were written. The object has been deleted; its tokens are computed instead."""
 
 
 class StoreFault(StoreError):  # noqa: N818
-    """The store itself fails: a full disk, a lost connection, no permission. It is left alone for a while."""
+    """The store itself fails: a full disk, a lost connection, no permission. It is not used for a while (backoff)."""
 
 
 def is_disk_failure(error: OSError) -> bool:
-    """Whether a write failed because of the disk, and not because of the path it was told to write to."""
+    """Whether a write failed because of the disk, and not because of its path."""
     return error.errno in _DISK_FAILS

@@ -1,4 +1,4 @@
-"""Options that took vLLM's names: Python, the command line and the server refuse an old name and tell the new one."""
+"""Options that were renamed to vLLM's names. Python, the command line and the server refuse the old names."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ RENAMED = {
     "template_options": "chat_template_kwargs",
     "tp": "tensor_parallel_size",
 }
-"""Old names, and what they are called now."""
+"""New names by old names."""
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
 def new_name(name: str, known: Container[str]) -> str | None:
-    """What an option is called now. `known`: the options there are; None where the new name is none of them."""
+    """The new name of an option; None if it was not renamed. `known`: the valid options; the new name must be one."""
     new = RENAMED.get(name)
     return new if new is not None and new in known and name not in known else None
 
 
 def new_flag(flag: str, known: Iterable[str]) -> str | None:
-    """`new_name` for words with dashes, as commands have them."""
+    """`new_name` for command-line flags, which have dashes."""
     new = new_name(flag.replace("-", "_"), {name.replace("-", "_") for name in known})
     return new.replace("_", "-") if new is not None else None
 
 
 def refuses_old_names(function: C) -> C:
-    """A decorator of functions and classes: an old name among their keyword arguments is a TypeError that tells it."""
+    """Decorator of functions and classes: an old name among keyword arguments raises TypeError with the new name."""
     called: Callable[..., Any] = vars(function)["__init__"] if isinstance(function, type) else function
     known = inspect.signature(called).parameters
 

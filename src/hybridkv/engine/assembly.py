@@ -1,4 +1,4 @@
-"""From a loaded model and settings to a core that runs it: plan, arena, cache, runner, streams."""
+"""Builds an `EngineCore` from a loaded model and settings: plan, arena, cache, runner, streams."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hybridkv.stream.torch_io import page_bytes
 from hybridkv.units import parse_size
 
 _MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
-"""Tokens a step at most: enough to keep the device busy, few enough for those that decode not to wait long."""
+"""Default token budget of a step: enough to keep the device busy, and small enough not to delay decoding requests."""
 
 _ROW_LAYERS = {"cpu": 1}
-"""Layers that are loaded and stored together. One, where small copies cost no more than large ones."""
+"""Number of layers that are loaded and stored together. 1 where small copies cost no more than large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `Engine` was asked for, checked."""
+    """The checked options of `Engine`."""
 
     plan: PlanOptions
     policy: str
@@ -43,7 +43,7 @@ class Settings:
 
 
 def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
-    """Everything between a model and its requests. `store` belongs to the core's streams from then on."""
+    """Build the core of a loaded model. Its streams own `store` from then on."""
     device = loaded.device
     if device.type == "cpu":
         keep_freed_memory()
@@ -110,7 +110,7 @@ def plan_options(
     row_layers: int | None,
     row_order: str,
 ) -> PlanOptions:
-    """What a model's cache is planned with. Refuses what suits no model before one is loaded."""
+    """Options for planning a model's cache. Refuses values that suit no model before a model is loaded."""
     options = PlanOptions(
         memory_bytes(memory),
         block_tokens,
@@ -123,7 +123,7 @@ def plan_options(
 
 
 def check_limits(device: str, max_num_batched_tokens: int | None, max_num_seqs: int, max_model_len: int | None) -> int:
-    """Tokens of a step. Refuses what contradicts itself before a model is loaded."""
+    """The token budget of a step. Refuses contradictory limits before a model is loaded."""
     if max_num_batched_tokens is None:
         max_num_batched_tokens = _MAX_NUM_BATCHED_TOKENS.get(device, _MAX_NUM_BATCHED_TOKENS["cpu"])
     if max_num_batched_tokens < 1:

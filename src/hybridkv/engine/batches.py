@@ -1,4 +1,4 @@
-"""Several prompts at once: what callers may pass, and waiting for all of them."""
+"""Batches of prompts: normalizes what callers pass, and waits for all results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyPrompt: TypeAlias = str | TokenIdList | Prompt
 
 
 def as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
-    """One prompt, or several? A list of numbers is one."""
+    """The prompts as a sequence. A list of numbers is one prompt."""
     if isinstance(prompts, (str, Prompt)):
         return [prompts]
     prompts = on_host(prompts)
@@ -43,11 +43,11 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
 
 
 def collect(news: queue.SimpleQueue[Update | HybridKVError], count: int, progress: bool) -> dict[str, Result]:
-    """Wait for all results; tell how far things are."""
+    """Wait for all results, and show progress."""
     results: dict[str, Result] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     tokens = TextColumn("{task.fields[tokens]:,} tokens")
-    screen = Console(stderr=True)  # standard output is for what people ask for
+    screen = Console(stderr=True)  # standard output is for results
     hidden = not progress or not screen.is_terminal
     with Progress(*columns, tokens, console=screen, disable=hidden, transient=True) as bar:
         task, num_tokens = bar.add_task("Generating", total=count, tokens=0), 0

@@ -1,4 +1,4 @@
-"""Messages into tokens, with the places where a conversation may be taken up again."""
+"""Renders chat messages to tokens, with breakpoints where a conversation may continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 
 
 def check_text(text: str) -> str:
-    """The text itself, or an error: half a surrogate pair has no bytes, and tokenizers say nothing helpful about it."""
+    """Return the text, or raise for half a surrogate pair: it has no UTF-8 bytes, and tokenizers' errors are vague."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -21,7 +21,7 @@ def check_text(text: str) -> str:
 
 
 _LAST_ENDS = 7
-"""Ends of messages that are breakpoints, besides the first one's: older ones were when they were young."""
+"""Number of last messages whose ends are breakpoints, besides the first one. Earlier requests covered older ones."""
 
 
 def render_chat(
@@ -33,12 +33,12 @@ def render_chat(
     add_special_tokens: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """What the tokenizer's chat template makes of messages. The ends of the first and the last are breakpoints.
+    """Render messages with the tokenizer's chat template. The ends of the first and the last ones are breakpoints.
 
-    Templates are programs: some write a message differently when others follow. Only ends that are really there in the
-    whole text become breakpoints. `continue_final_message`: the text ends with the last message's content, and not with
-    what the template writes behind it. `add_special_tokens`: those that the tokenizer puts around a plain text, on top
-    of the template's. `options`: passed on to the template.
+    Some templates write a message differently when others follow it. Only ends that match the whole text become
+    breakpoints. `continue_final_message`: the text ends with the last message's content, without what the template
+    writes after it. `add_special_tokens`: add the tokenizer's special tokens to those of the template. `options`:
+    passed to the template.
     """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
         raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
@@ -56,7 +56,7 @@ def render_chat(
         try:
             start = _render(tokenizer, messages[:count], {**(options or {}), "add_generation_prompt": False})
         except RequestError:
-            continue  # a template that wants roles to alternate may refuse a part
+            continue  # a template that requires alternating roles may refuse a part
         if text.startswith(start):
             ends.append(len(start))
     encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=bool(tokenizer.is_fast))
@@ -69,13 +69,13 @@ def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, A
     plain = [dict(message) for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(plain, **{**options, "tokenize": False})
-    except Exception as error:  # templates are code of others
+    except Exception as error:  # templates are third-party code
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     return text
 
 
 def _token_positions(offsets: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[int]:
-    """How many tokens lie wholly before each of some places in the text."""
+    """Number of tokens that end at or before each of the given text positions."""
     positions, token = [], 0
     for end in ends:
         while token < len(offsets) and offsets[token][1] <= end:

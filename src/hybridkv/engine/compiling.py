@@ -1,10 +1,10 @@
-"""Decoder layers through torch's compiler: one graph a layer, with the seams as operations it does not look into.
+"""Compiles decoder layers with torch: one graph a layer, with the seams as opaque operations.
 
-A graph serves all layers of a kind and any number of tokens but one; single tokens have a graph of their own, since
-torch tells sizes of 1 apart. Which layer is running is said in the frame, outside the graph: layers differ in nothing
-else that a trace would see. What happens before and after a layer, such as its observers, is not compiled.
+A graph serves all layers of a kind and any number of tokens above 1. Single tokens have a graph of their own, since
+torch specializes on sizes of 1. The frame has the number of the running layer, outside the graph; layers differ in
+nothing else that a trace would see. Code before and after a layer, such as its observers, is not compiled.
 
-It knows no families beyond their names, and nothing of what the operations do.
+This module knows model families by name only, and does not know what the operations do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_compile(compile: bool | str) -> None:
 def compile_layers(
     model: PreTrainedModel, layers: Sequence[nn.Module], compile: bool | str, device: torch.device
 ) -> CompiledLayers | None:
-    """Compile a model's decoder layers, when they first run. "auto": on a GPU, if nothing is in the way."""
+    """Compile a model's decoder layers when they first run. "auto": on a GPU, if they can be compiled."""
     if compile is False or (compile == "auto" and device.type != "cuda"):
         return None
     reason = _obstacle(model.config.get_text_config(decoder=True).model_type, device)
@@ -84,12 +84,12 @@ class CompiledLayers:
             layer.forward = _CompiledLayer(self, index, layer, run)
 
     def stop(self) -> None:
-        """Layers are plain again."""
+        """Run the layers without compilation again."""
         for layer in self._layers:
             vars(layer).pop("forward", None)
 
     def failed(self, index: int, error: TorchDynamoException) -> None:
-        """A layer could not be compiled; none of it has run."""
+        """Called when a layer could not be compiled. No part of it has run."""
         reason = str(error).strip().splitlines()[0]
         if self._is_forced:
             raise InputError(f"compile=True: layer {index} cannot be compiled: {reason}; leave it out") from error
@@ -98,7 +98,7 @@ class CompiledLayers:
 
 
 class _CompiledLayer:
-    """In place of one layer's `forward`."""
+    """Replaces one layer's `forward`."""
 
     def __init__(self, owner: CompiledLayers, index: int, layer: nn.Module, run: Any) -> None:
         self._owner, self._index, self._layer, self._run = owner, index, layer, run
@@ -127,7 +127,7 @@ def _mark_tokens(values: Sequence[Any], num_tokens: int) -> None:
 
 
 def _copy(function: Any) -> FunctionType:
-    """The same function with code of its own: graphs are kept, counted and searched by code."""
+    """A copy of a function with its own code object: torch keeps, counts and looks up graphs by code object."""
     copy = FunctionType(
         function.__code__.replace(),
         function.__globals__,

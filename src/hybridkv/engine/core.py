@@ -26,14 +26,14 @@ from hybridkv.engine.text import TextStream, Tokenizer
 from hybridkv.errors import RequestError
 
 _MOST_FAILURES = 2
-"""Steps in a row that may raise before those in them are given up."""
+"""Failed steps in a row after which a request ends with an error."""
 
 _CONTEXT_TOKENS = 6
-"""Of the prompt, so that a reply's first word knows whether a space comes before it."""
+"""Prompt tokens given to the detokenizer, so that it can tell whether the reply starts with a space."""
 
 
 class EngineCore:
-    """Requests, from arrival to their last token, on one cache and one runner."""
+    """Serves requests from arrival to the last token, on one cache and one runner."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class EngineCore:
             cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, streaming=streaming
         )
         self.waits = False
-        """The last step found nothing to compute: everyone waits for a store."""
+        """The last step had nothing to compute: all requests wait for a store."""
         self.limits = Limits(cache.layout, vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
         self.seconds = {"schedule": 0.0, "model": 0.0, "sample": 0.0, "commit": 0.0}
-        """Where the time of steps went."""
+        """Total time of each part of a step."""
         self.steps = 0
         self.computed_tokens = 0
         self._sampler = Sampler(runner.device, seed)
@@ -90,7 +90,7 @@ class EngineCore:
         return self._end_all(request, "abort")
 
     def step(self) -> list[Update]:
-        """Compute the next tokens of everyone who gets some; returns what is new."""
+        """Schedule and run one step; returns the updates of the samples in it."""
         with self._timed("schedule"):
             if self.streaming is not None:
                 self.streaming.collect()
@@ -109,7 +109,7 @@ class EngineCore:
                 sampled = self._sample(logits, drawing)
         except Exception as error:
             return updates + self._failed(scheduled, error)
-        if self.streaming is None or not self.streaming.is_busy:  # waiting for a store says nothing of the model
+        if self.streaming is None or not self.streaming.is_busy:  # waiting for a store would distort the model's pace
             num_tokens = sum(tables.end - tables.start for _, tables in scheduled)
             self.scheduler.pace.observe(num_tokens, time.perf_counter() - begin)
         with self._timed("commit"):
@@ -133,9 +133,9 @@ class EngineCore:
         return logits
 
     def _drawing(self, sample: Sample, tables: StepTables) -> list[Sample]:
-        """The samples that draw a token from this one's last logits: none while its prompt goes on, else itself.
+        """The samples that draw a token from this sample's last logits: none during prefill, else the sample itself.
 
-        Where the prompt of n samples ends, all n draw from the same logits.
+        At the end of the prompt all n samples of the request draw from the same logits.
         """
         assert sample.lease is not None
         if not _is_last(sample.lease, tables.end):
@@ -148,7 +148,7 @@ class EngineCore:
         return list(request.samples)
 
     def _sample(self, logits: torch.Tensor, drawing: Sequence[Sequence[Sample]]) -> list[Sampled]:
-        """A token for each sample that draws one. `logits` has a row for each span at whose end some do."""
+        """One token for each sample that draws. `logits` has one row for each non-empty list in `drawing`."""
         groups = [samples for samples in drawing if samples]
         rows = [sample.row for samples in groups for sample in samples]
         if len(rows) > len(groups):
@@ -166,7 +166,7 @@ class EngineCore:
             own = list(islice(tokens, len(samples)))
             if self.streaming is not None and not self._counts(sample, lease, own):
                 continue
-            if tables.end >= sample.failed_at:  # before that it only does again what had been done
+            if tables.end >= sample.failed_at:  # earlier steps only recompute lost tokens
                 sample.failures = sample.failed_at = 0
             if not own:
                 self.cache.commit(lease)
@@ -179,7 +179,7 @@ class EngineCore:
         return updates
 
     def _counts(self, sample: Sample, lease: Lease, sampled: Sequence[Sampled]) -> bool:
-        """Whether a sample's part of the step is any good; if not, it has gone back."""
+        """Whether a sample's part of the step is valid. If its load failed, the sample is rolled back."""
         assert self.streaming is not None
         if not self.streaming.has_failed(sample):
             is_sound = lease.poisoned is None and all(one.error is None for one in sampled)
@@ -194,11 +194,11 @@ class EngineCore:
             sample.error = sampled.error
             return [self._end(sample, "error")]
         if self.cache.commit(lease, sampled=[sampled.token]) < end:
-            return []  # a page it read turned out wrong: it has gone back, and the token does not count
+            return []  # a page it read was bad: it was rolled back, and the token is dropped
         return [self._push(sample, sampled)]
 
     def _branch(self, first: Sample, lease: Lease, end: int, sampled: Sequence[Sampled]) -> list[Update]:
-        """The prompt is computed: n samples go on from here. Those that there is no room for wait their turn."""
+        """Fork n samples at the end of the prompt. Samples that do not fit are queued."""
         if self.cache.commit(lease) < end:
             return []
         updates: list[Update] = []
@@ -223,13 +223,13 @@ class EngineCore:
     def _push(self, sample: Sample, sampled: Sampled) -> Update:
         try:
             sample.push(sampled, self.limits.max_model_len)
-        except Exception as error:  # tokenizers are code of others, and only this sample's text is lost
+        except Exception as error:  # tokenizers are third-party code; fail only this sample
             sample.error = f"token {sampled.token} cannot become text: {type(error).__name__}: {error}"
             sample.finish_reason = "error"
         return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
 
     def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:
-        """The forward pass raised. Everyone goes back to the last kept state and tries again, but not forever."""
+        """Handle a forward pass that raised. All samples roll back to their last kept state and retry a few times."""
         updates: list[Update] = []
         if self.streaming is not None:
             self.streaming.ran()
@@ -271,7 +271,7 @@ class EngineCore:
         return [self._end(sample, reason) for sample in going]
 
     def _give_up(self, sample: Sample) -> Update:
-        """There is no room for more, even alone, although `limits` has let the request in: say so."""
+        """End a sample that does not fit even alone, although `limits` admitted it. `sample.error` has the reason."""
         return self._end(sample, "error")
 
     def _end(self, sample: Sample, reason: str) -> Update:
@@ -281,7 +281,7 @@ class EngineCore:
             self.streaming.dump_reply(sample)
         self.scheduler.remove(sample)
         if len(sample.request.samples) < sample.request.num_samples:
-            sample.request.num_samples = len(sample.request.samples)  # it ended before the others were told apart
+            sample.request.num_samples = len(sample.request.samples)  # it ended before the others were forked
         update = sample.take_update()
         if update.result is not None:
             del self._requests[sample.request.id]
@@ -295,5 +295,5 @@ class EngineCore:
 
 
 def _is_last(lease: Lease, end: int) -> bool:
-    """Whether everything known is computed once `end` is: then a token is sampled."""
+    """Whether a step up to `end` computes all known tokens, so that a token is sampled."""
     return end == lease.num_tokens

@@ -1,4 +1,4 @@
-"""The engine people use: `Engine(model).generate(prompts)`, or `async for update in engine.stream(prompt)`."""
+"""The public engine: `Engine(model).generate(prompts)`, or `async for update in engine.stream(prompt)`."""
 
 from __future__ import annotations
 
@@ -63,18 +63,23 @@ class Engine:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         compile: bool | str = False,
     ) -> None:
-        """`model`: a directory a transformers model was saved to, or such a model. `memory`: for the cache alone.
+        """Load a model and start the engine.
 
-        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one. `kv_cache_dtype`,
-        `state_dtype`: of what is cached, if not the model's and float32. `block_size`: tokens in a block.
-        `attn_pack_size`: full-attention layers that share a page, if not all. `row_layers`: that are loaded and stored
-        together, if not the device's usual number; `row_order`: of heads (h), layers (l), K/V (k) and tokens (t) inside
-        such a row, outermost first. `max_num_batched_tokens`: computed at once, at most; `max_num_seqs`: samples at
-        once. `max_model_len`: of a prompt and its reply, if less than the model's and than what fits into the memory.
-        `seed`: for requests that have none. `store`: URLs of stores for what is computed, the fastest first, or one
-        that is open already; it is closed with the engine. `stream`: how requests load from it, "auto", "async" or
-        "layerwise"; those whose load takes longer than `load_timeout_s` compute by themselves. `compile`: the model's
-        layers, when they first run; "auto": on a GPU, if they can be.
+        `model`: directory of a saved transformers model, or a model in memory.
+        `memory`: size of the cache; the model's weights are not included.
+        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one.
+        `kv_cache_dtype`, `state_dtype`: dtypes of cached keys and values (default: the model's) and states (float32).
+        `block_size`: tokens in a block.
+        `attn_pack_size`: number of full-attention layers that share a page (default: all).
+        `row_layers`: number of layers that are loaded and stored together (default: depends on the device).
+        `row_order`: order of heads (h), layers (l), K/V (k) and tokens (t) inside such a row, outermost first.
+        `max_num_batched_tokens`, `max_num_seqs`: most tokens in a step, most samples that run at a time.
+        `max_model_len`: most tokens of a prompt and its reply; capped by the model and by what fits into `memory`.
+        `seed`: for requests without a seed.
+        `store`: URLs of stores, the fastest first, or an open store. The engine closes it.
+        `stream`: how requests load from the store: "auto", "async" or "layerwise".
+        `load_timeout_s`: a request whose load takes longer computes its tokens instead.
+        `compile`: compile the model's layers when they first run; "auto": on a GPU, if they can be compiled.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
@@ -129,7 +134,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.max_model_len = self._core.limits.max_model_len
         self.is_short_of_memory = self._core.limits.is_short_of_memory
-        """More memory would raise `max_model_len`."""
+        """Whether more `memory` would raise `max_model_len`."""
         self._streaming = self._core.streaming
         self._loop = EngineLoop(self._core)
         if self._streaming is not None:
@@ -147,10 +152,10 @@ class Engine:
         cache_salt: str = "",
         progress: bool = True,
     ) -> list[Result]:
-        """Complete all prompts, in order. A prompt is a text, token ids, or what `render_chat` makes of messages.
+        """Complete all prompts; results are in the same order. A prompt is a text, token ids, or from `render_chat`.
 
-        `sampling_params`: for all of them, or one each. `cache_salt`: requests with different salts never share
-        anything. Bad prompts and parameters are refused before any of them starts.
+        `sampling_params`: one for all prompts, or one for each. `cache_salt`: requests with different salts share no
+        cached data. Bad prompts and parameters are refused before any request starts.
         """
         asked = as_list(prompts)
         chosen = one_each(sampling_params, len(asked))
@@ -171,7 +176,7 @@ class Engine:
     async def stream(
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> AsyncIterator[Update]:
-        """Updates as tokens come; the last one has the whole result. Leaving the loop early aborts the request."""
+        """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request."""
         ready = self.prepare(prompt)
         [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)
@@ -196,9 +201,9 @@ class Engine:
                 self._loop.abort(request_id)
 
     def prepare(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> Prompt:
-        """A prompt's tokens. Both other verbs do this by themselves; a long text may take a while.
+        """Tokenize a prompt. `generate` and `stream` call this themselves; a long text may take a while.
 
-        `add_special_tokens`: of a text, those that the tokenizer puts around it, such as one for its beginning.
+        `add_special_tokens`: let the tokenizer add its special tokens to a text, such as a BOS token.
         """
         if isinstance(prompt, Prompt):
             return prompt
@@ -212,12 +217,12 @@ class Engine:
         return Prompt(ids)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises RequestError for what can never be served, and EngineError if nothing can be any more."""
+        """Raises RequestError if the request can never be served, and EngineError if the engine is closed or failed."""
         self.check_alive()
         self._core.limits.check(prompt, params)
 
     def check_length(self, num_tokens: int) -> None:
-        """Of a prompt: raises RequestError if it leaves no room for a reply. `check` does this by itself."""
+        """Raises RequestError if a prompt of this length leaves no room for a reply. `check` includes this check."""
         self._core.limits.check_length(num_tokens)
 
     def check_alive(self) -> None:
@@ -234,11 +239,11 @@ class Engine:
         add_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Messages as the model's chat template writes them, with breakpoints after messages.
+        """Render messages with the model's chat template; the prompt has breakpoints after messages.
 
-        `continue_final_message`: leave the last message open, without `add_generation_prompt`. `add_special_tokens`: on
-        top of the template's. `chat_template_kwargs`: what else the template knows, such as `enable_thinking` of
-        Qwen's.
+        `continue_final_message`: leave the last message open; needs `add_generation_prompt=False`.
+        `add_special_tokens`: add the tokenizer's special tokens to those of the template.
+        `chat_template_kwargs`: further arguments of the template, such as `enable_thinking` of Qwen's.
         """
         return render_chat(
             self._need_tokenizer(),
@@ -250,35 +255,35 @@ class Engine:
         )
 
     def detokenize(self, token_ids: TokenIdList | Prompt, *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens, or of a prompt's."""
+        """The text of token ids, or of a prompt."""
         ids = token_ids.ids if isinstance(token_ids, Prompt) else pack_ids(on_host(token_ids))
         self._core.limits.check_ids(ids)
         text: str = self._need_tokenizer().decode(ids.as_array().tolist(), skip_special_tokens=skip_special_tokens)
         return text
 
     def stats(self) -> EngineStats:
-        """What was done and what is held, as of between two steps. docs/stats.md explains each number."""
+        """Counters and current usage, read between two steps. docs/stats.md explains each number."""
         return self._loop.call(lambda: EngineStats.of(self._core))
 
     def reset_cache(self) -> None:
-        """Forget everything that memory has; what a store has is found again. Running requests go on."""
+        """Drop everything cached in memory. Running requests continue; data in a store can still be loaded."""
         self._loop.call(self._core.cache.reset)
 
     def flush_store(self) -> None:
-        """Wait until what is on its way to the store is written. Without a store there is nothing to wait for."""
+        """Wait until all pending writes to the store are done. Returns at once if there is no store."""
         if self._streaming is not None:
             self._streaming.streamer.drain()
 
     def observe_layers(self, observer: LayerObserver) -> None:
-        """Tell `observer`, on the engine's thread, before and after every decoder layer from the next step on."""
+        """Call `observer` on the engine's thread before and after every decoder layer, from the next step on."""
         self._loop.call(lambda: self._core.runner.observe(observer))
 
     def check_integrity(self) -> None:
-        """Recount the cache's books from scratch, between two steps; raises AssertionError where they are wrong."""
+        """Verify the cache's bookkeeping from scratch, between two steps. Raises AssertionError if it is wrong."""
         self._loop.call(self._core.cache.check_integrity)
 
     def close(self) -> None:
-        """Abort what runs, stop the engine's thread, and write to the store what is on its way there."""
+        """Abort running requests, stop the engine's thread, and finish pending writes to the store."""
         self._loop.close()
         self._core.runner.close()
         if self._streaming is not None:
@@ -295,7 +300,7 @@ class Engine:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _checked(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Prompt]:
-        """All of them, ready to start. What is wrong with one of several says which."""
+        """Prepare and check all prompts. If there are several, an error names the bad one."""
         ready: list[Prompt] = []
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True), 1):
             try:

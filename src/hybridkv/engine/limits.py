@@ -1,4 +1,4 @@
-"""What an engine can serve at all: ids that the model has, and lengths that the model and the memory have room for."""
+"""Limits of an engine: token ids of the model's vocabulary, and lengths that the model and the memory allow."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hybridkv.errors import RequestError
 
 
 class Limits:
-    """Of one engine. Nothing in it changes: may be asked on any thread."""
+    """Limits of one engine. Immutable: may be used on any thread."""
 
     def __init__(self, layout: CacheLayout, vocab_size: int, max_model_len: int, *, has_tokenizer: bool) -> None:
         self.max_model_len = longest_fit(layout, max_model_len - 1) + 1
-        """Tokens of a prompt and its reply together. The last one is never computed."""
+        """Most tokens of a prompt and its reply together. The last token is never computed."""
         self.is_short_of_memory = self.max_model_len < max_model_len
-        """More would be possible with more memory."""
+        """Whether more memory would raise `max_model_len`."""
         self._vocab_size = vocab_size
         self._has_tokenizer = has_tokenizer
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Refuse what can never be served. Changes nothing: may be called on any thread. Looks at no single token."""
+        """Refuse a request that can never be served. May be called on any thread. Does not scan the tokens."""
         params.check_vocab(self._vocab_size)
         self.check_ids(prompt.ids, "prompt")
         if not prompt.num_tokens:
@@ -41,7 +41,7 @@ class Limits:
         )
 
     def check_ids(self, ids: Ids, param: str | None = None) -> None:
-        """Refuse ids that the model does not have. `param`: the parameter that they are."""
+        """Refuse ids that the model does not have. `param`: the parameter to name in the error."""
         if ids.lowest < 0 or ids.highest >= self._vocab_size:
             bad = ids.lowest if ids.lowest < 0 else ids.highest
             raise RequestError(f"token id {bad}: the model's ids go from 0 to {self._vocab_size - 1}", param)

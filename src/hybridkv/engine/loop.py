@@ -1,4 +1,4 @@
-"""The thread that owns the core: others hand it requests and are told what becomes of them."""
+"""The thread that owns the core. Other threads submit requests and get updates through sinks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 _POLL_S = 0.02
-"""While everyone waits for a store: to notice that one is late."""
+"""Poll interval while all requests wait for a store, to notice timeouts."""
 
 Sink = Callable[[Update | HybridKVError], None]
-"""Called on the engine's thread: must not wait. After an error nothing more comes."""
+"""Called on the engine's thread: must not block. An error is the last call."""
 
 
 class EngineLoop:
-    """Runs steps as long as there is work, and sleeps otherwise. Every touch of the core happens on its thread."""
+    """Runs steps while there is work, and sleeps otherwise. The core is only accessed on this thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -34,7 +34,7 @@ class EngineLoop:
         self._failure: EngineError | None = None
         self._closed = False
         self._door = threading.Lock()
-        """Held to come in, and to close: whoever is in will get an answer."""
+        """Held to submit work and to close, so that all submitted work gets an answer."""
         self._thread = threading.Thread(target=self._run, name="hybridkv-engine", daemon=True)
         self._thread.start()
 
@@ -44,7 +44,7 @@ class EngineLoop:
         def start() -> None:
             try:
                 add()
-            except Exception as error:  # the others go on
+            except Exception as error:  # other requests continue
                 self._sinks.pop(request_id, None)
                 refused = error if isinstance(error, HybridKVError) else RequestError(f"cannot be served: {error!r}")
                 _tell(sink, refused)
@@ -58,7 +58,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._deliver(self._core.abort(request_id)))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps, and wait for what it returns."""
+        """Run a function on the engine's thread between two steps, and return its result."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -75,11 +75,11 @@ class EngineLoop:
         return answer.result()
 
     def wake_up(self) -> None:
-        """What the core waits for may have come. Called on any thread."""
+        """Tell the loop that a store may have answered. Called on any thread."""
         self._inbox.put(_wake_up)
 
     def close(self) -> None:
-        """After the present step. What has not ended is aborted."""
+        """Stop after the current step. Unfinished requests are aborted."""
         with self._door:
             if not self._closed:
                 self._closed = True
@@ -87,7 +87,7 @@ class EngineLoop:
         self._thread.join()
 
     def check_alive(self) -> None:
-        """Raises what has ended the engine, if something has."""
+        """Raises the error that ended the engine, if it has ended."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -100,7 +100,7 @@ class EngineLoop:
                 self._deliver(self._core.step())
             for request_id in list(self._sinks):
                 self._deliver(self._core.abort(request_id))
-        except BaseException as error:  # a bug: nobody may wait for an answer that will not come
+        except BaseException as error:  # a bug: callers must not wait forever
             with self._door:
                 self._failure = EngineError(f"the engine has failed: {error!r}; start a new one")
             for sink in self._sinks.values():
@@ -108,7 +108,7 @@ class EngineLoop:
             raise
 
     def _take_in(self) -> bool:
-        """Do what others asked for; wait for something if there is nothing to compute. False: it is over."""
+        """Run submitted calls; wait for one if there is nothing to compute. False: the loop must end."""
         while True:
             try:
                 if self._core.has_work and self._core.waits:
@@ -133,16 +133,16 @@ class EngineLoop:
                 continue
             try:
                 sink(update)
-            except Exception:  # nobody listens any more, such as when an event loop was closed: others go on
+            except Exception:  # a dead sink, such as of a closed event loop: other requests continue
                 self._sinks.pop(update.request_id, None)
                 self._core.abort(update.request_id)
 
 
 def _wake_up() -> None:
-    """What was waited for has come."""
+    """An empty call that wakes up the loop."""
 
 
 def _tell(sink: Sink, error: HybridKVError) -> None:
-    """One that does not listen any more, such as when an event loop was closed, keeps no other from being told."""
+    """Send an error to a sink. A dead sink, such as of a closed event loop, must not affect other sinks."""
     with suppress(Exception):
         sink(error)

@@ -1,10 +1,10 @@
-"""How many tokens of prompts make a step worth its while, as measured on this model and this machine.
+"""Limits the prefill tokens of a step, from step times measured on this model and device.
 
-A step takes some time whatever is in it (weights are read, kernels launched), and some more for every token. Once its
-tokens take several times as long as the rest, further prompts in the same step save next to nothing, and only keep the
-first ones waiting: of eight equal prompts, one after another, the mean one has its first token after nine sixteenths of
-the time that all of them take together. A long prompt is cut for the same reason: those that decode wait for every
-piece. Where steps are bound by what they cost anyway, as on a GPU, nothing changes.
+A step has a fixed cost (reading weights, launching kernels) and a cost for each token. Once the tokens cost several
+times the fixed cost, further prompts in the same step save next to nothing and delay the first ones: if eight equal
+prompts run one after another, the mean time to first token is 9/16 of the time that all take together. Long prompts are
+split for the same reason: decoding requests wait for every chunk. Where the fixed cost dominates, as on a GPU, the
+limits have no effect.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections import deque
 from statistics import median
 
 _SHORT_TOKENS, _LONG_TOKENS = 16, 128
-"""Steps of at most, and of at least so many tokens say what a step costs, and what a token does."""
+"""Steps of at most `_SHORT_TOKENS` measure the fixed cost; steps of at least `_LONG_TOKENS` the cost of a token."""
 _ENOUGH, _MOST = 4, 16
-"""Times its fixed cost that a step's tokens should take before it is long enough, and with others waiting at most."""
+"""Limits of a step's token cost, as multiples of its fixed cost: to be long enough, and most while others decode."""
 _FEWEST_TOKENS = 16
-"""For each of these times: what is so short that it is not worth telling apart."""
+"""Lower bound of the number of tokens that cost as much as a step's fixed cost (clock noise)."""
 _REMEMBERED = 9
-"""Steps of each kind. Medians: the first ones compile, allocate, or wait for others."""
+"""Number of recent steps of each kind. Their median is used, since first steps compile, allocate, or wait."""
 
 
 class Pace:
-    """Watches steps."""
+    """Measures steps and derives the token limits."""
 
     def __init__(self) -> None:
         self._short_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._long: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.enough_tokens = sys.maxsize
-        """No further prompt belongs in a step with so many tokens of prompts; no limit until enough is known."""
+        """No prompt is added to a step with this many prefill tokens. Unlimited until both costs are measured."""
         self.most_tokens = sys.maxsize
-        """Of one prompt, while others decode."""
+        """Most prefill tokens of a step while other requests decode."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens <= _SHORT_TOKENS:

@@ -1,4 +1,4 @@
-"""Prompts: token ids, packed and looked through once. Everything after that uses the same int32 buffer."""
+"""Prompts: token ids, packed and checked once. All later code uses the same int32 buffer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TokenIdList: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Packed token ids, and their range: what a model's vocabulary is compared with."""
+    """Packed token ids, and their range, which is checked against a model's vocabulary."""
 
     packed: bytes
     """int32, little-endian."""
     lowest: int
     highest: int
-    """0, as the lowest is, if there are no ids."""
+    """`lowest` and `highest` are 0 if there are no ids."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +37,7 @@ class Ids:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Prompt:
-    """Token ids, and positions worth a checkpoint: where other prompts may leave this one."""
+    """Token ids, and breakpoints: positions worth a checkpoint because other prompts may diverge there."""
 
     ids: Ids
     breakpoints: tuple[int, ...]
@@ -63,7 +63,7 @@ class Prompt:
 
 
 def on_host(ids: Any) -> Any:
-    """A tensor or array of integers as an array, any other tensor or array as a list, anything else as it is."""
+    """Integer tensors and arrays become an array, other tensors and arrays a list. All else is returned unchanged."""
     if isinstance(ids, Tensor):
         ids = ids.tolist() if ids.is_floating_point() or ids.is_complex() else ids.numpy(force=True)
     if isinstance(ids, np.ndarray) and (ids.dtype.kind not in "iu" or not ids.ndim):
@@ -72,7 +72,7 @@ def on_host(ids: Any) -> Any:
 
 
 def pack_ids(token_ids: Sequence[int] | npt.NDArray[Any], param: str | None = None) -> Ids:
-    """Ids of any kind as one buffer. `param`: the parameter that they are, for errors."""
+    """Pack ids of any kind into one buffer. `param`: the parameter to name in errors."""
     try:
         packed = pack_tokens(_narrow(token_ids) if isinstance(token_ids, np.ndarray) else token_ids)
         lowest, highest = _scan(packed, token_ids)
@@ -82,7 +82,7 @@ def pack_ids(token_ids: Sequence[int] | npt.NDArray[Any], param: str | None = No
 
 
 def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Integers of any width as int32. Other arrays as they are: packing refuses them."""
+    """Convert integers of any width to int32. Other arrays are returned unchanged: packing refuses them."""
     if ids.dtype.kind not in "iu" or ids.dtype == np.dtype("<i4"):
         return ids
     narrow = ids.astype("<i4")
@@ -95,7 +95,7 @@ def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _scan(packed: bytes, token_ids: Sequence[int] | npt.NDArray[Any]) -> tuple[int, int]:
     """The lowest and the highest id. Refuses booleans, which are packed as 0 or 1."""
     ids = np.frombuffer(packed, dtype=np.int32)
-    if not isinstance(token_ids, (bytes, bytearray, np.ndarray)):  # those have ids of one type
+    if not isinstance(token_ids, (bytes, bytearray, np.ndarray)):  # these types hold no booleans
         for position in np.flatnonzero(ids < 2).tolist():
             if type(token_ids[position]) is bool:
                 what = f"token id {token_ids[position]} at position {position}"

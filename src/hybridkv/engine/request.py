@@ -1,4 +1,4 @@
-"""What was asked for, and how far it has come."""
+"""Requests and their samples: parameters, progress and results."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Sample:
         self.row = row
         self.text = text
         self.rank = (request.number, index)
-        """Small: old."""
+        """Scheduling order: a lower rank is older."""
         self.lease: Lease | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.match: Match | None = None
-        """What the cache has for it, as of the scheduler's last look. None while it runs."""
+        """The cache's match, from the scheduler's last lookup. None while the sample runs."""
         self.has_followed = False
         self.transfer: Transfer | None = None
-        """What the store adds; None if it was not asked since the sample last waited."""
+        """The transfer from the store; None if no lookup was made since the sample was last queued."""
         self.preemptions = 0
         self.failures = 0
-        """Steps of it that raised since it last got further."""
+        """Failed steps since the sample last made progress."""
         self.failed_at = 0
-        """The end of the furthest of them."""
+        """Highest end position of those failed steps."""
         self.error: str | None = None
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def tokens(self) -> bytes:
-        """Everything known: the prompt, and what has been sampled. The same object until there is more."""
+        """The prompt and the sampled tokens, packed. The same object until a token is added."""
         num_packed = len(self._tokens) // TOKEN_BYTES - self.request.prompt_tokens
         if num_packed < len(self.token_ids):
             self._tokens += pack_tokens(self.token_ids[num_packed:])
@@ -58,13 +58,13 @@ class Sample:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known and not computed yet."""
+        """Number of known tokens that are not computed yet."""
         assert self.lease is not None
         return self.lease.num_tokens - self.lease.computed
 
     @property
     def to_compute(self) -> int:
-        """Tokens that its next steps compute: nothing while it loads, and not what it is about to load."""
+        """Number of tokens its next steps compute: 0 while a step is in flight; tokens to be loaded do not count."""
         assert self.lease is not None
         if self.lease.in_flight:
             return 0
@@ -72,17 +72,17 @@ class Sample:
 
     @property
     def load_to(self) -> int:
-        """Up to where its next step begins with tokens from the store."""
+        """Token position up to which its next step loads from the store; 0 if it loads nothing."""
         return 0 if self.transfer is None else self.transfer.load_to
 
     @property
     def is_idle(self) -> bool:
-        """It runs, and has no step in flight."""
+        """Whether it runs and has no step in flight."""
         return self.lease is not None and not self.lease.in_flight
 
     @property
     def is_loading(self) -> bool:
-        """It waits for a load that is a step of its own."""
+        """Whether it waits for an asynchronous load."""
         return self.transfer is not None and self.transfer.stage is Stage.LOADING
 
     @property
@@ -90,25 +90,25 @@ class Sample:
         return "".join(self._pieces)
 
     def started(self) -> None:
-        """It has a lease, for the first time or again."""
+        """Called when it gets a lease, for the first time or again."""
         assert self.lease is not None
         if self.request.started_s is None:
             self.request.started_s = time.monotonic()
             self.request.cached_tokens = min(self.lease.cached_tokens, self.request.prompt_tokens)
 
     def keys(self, streamer: Streamer) -> BlockKeys:
-        """The names of its blocks outside."""
+        """The keys of its blocks in stores."""
         if self._keys is None:
             self._keys = streamer.finder.block_keys(self.request.key.root)
         return self._keys
 
     def loaded(self, position: int) -> None:
-        """A store has supplied its prompt up to there."""
+        """Called when a store has supplied its tokens up to `position`."""
         if self.request.first_token_s is None:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
     def push(self, sampled: Sampled, max_model_len: int) -> None:
-        """Take in one sampled token, and see whether it is the last."""
+        """Append one sampled token; finish the sample if it is the last one."""
         request, params, token = self.request, self.request.params, sampled.token
         now = time.monotonic()
         request.first_token_s = request.first_token_s or now
@@ -138,7 +138,7 @@ class Sample:
         )
 
     def take_update(self) -> Update:
-        """What is new since the last one."""
+        """The tokens and text since the previous update."""
         first, first_piece = self._told, self._told_pieces
         self._told, self._told_pieces = len(self.token_ids), len(self._pieces)
         return Update(
@@ -154,21 +154,21 @@ class Sample:
 
 
 class Request:
-    """A prompt, and its samples."""
+    """A prompt and its samples."""
 
     def __init__(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, key: LookupKey) -> None:
         self.id = request_id
         self.number = number
-        """In order of arrival."""
+        """Arrival number: a lower one arrived earlier."""
         self.prompt = prompt
         self.prompt_tokens = prompt.num_tokens
         self.breakpoints = prompt.breakpoints
         self.params = params
         self.key = key
-        """What its tokens are looked up under, in the cache and in stores."""
+        """Lookup key for its tokens, in the cache and in stores."""
         self.samples: list[Sample] = []
         self.num_samples = params.n
-        """How many there will be; fewer than asked for if it ends before they are told apart."""
+        """Number of samples at the end. Lower than `params.n` if the request ends before its samples are forked."""
         self.cached_tokens = 0
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
@@ -176,7 +176,7 @@ class Request:
         self.last_token_s: float | None = None
 
     def result(self) -> Result | None:
-        """Once all samples have ended."""
+        """The result; None until all samples have ended."""
         if len(self.samples) < self.num_samples or any(sample.finish_reason is None for sample in self.samples):
             return None
         samples = sorted(self.samples, key=lambda sample: sample.index)

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Results and updates that callers get."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hybridkv.engine.sampling.sampler import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Where a request's time went, in seconds from its arrival."""
+    """Times of a request, in seconds from its arrival."""
 
     queue_s: float
-    """Until its first tokens were computed."""
+    """Until it was admitted."""
     ttft_s: float
     """Until the first token of its first sample."""
     total_s: float
     """Until the last token of its last sample."""
     per_token_s: float
-    """Between two tokens of a sample, on average; 0 with fewer than two."""
+    """Mean time between two tokens of a sample; 0 with fewer than two."""
     preemptions: int
 
 
@@ -39,7 +39,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A request that has ended. With one sample, that sample's fields are also the result's own."""
+    """The result of a request. With one sample, that sample's fields are also attributes of the result."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -67,7 +67,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of one sample: what has been added since the last update."""
+    """New tokens and text of one sample since its previous update."""
 
     request_id: str
     index: int
@@ -76,6 +76,6 @@ class Update:
     logprobs: list[TokenLogprobs] | None
     cached_tokens: int
     finish_reason: str | None
-    """None while it goes on."""
+    """None until the sample has ended."""
     result: Result | None
-    """With the last update of the last sample: everything together."""
+    """The whole result, in the last update of the last sample; else None."""

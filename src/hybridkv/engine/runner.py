@@ -1,6 +1,6 @@
-"""Runs packed steps: every request's next tokens in one row, through a stock model, on pages.
+"""Runs packed steps: the next tokens of all requests in one row, through a stock model, on pages.
 
-It knows nothing of requests beyond their tables and tokens, and decides nothing.
+The runner knows only the tables and tokens of requests, and makes no scheduling decisions.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Work(NamedTuple):
     """One request's part of a step."""
 
     tokens: npt.NDArray[np.int32]
-    """Those at `tables.start` up to `tables.end`."""
+    """The tokens from `tables.start` to `tables.end`."""
     tables: StepTables
     wants_logits: bool
-    """Whether something is sampled after the last of them."""
+    """Whether a token is sampled after the last one."""
 
 
 class LayerObserver(Protocol):
-    """Told of every decoder layer of a step: to wait for what it needs, or to save what it leaves."""
+    """Called before and after every decoder layer of a step, for example to wait for loads or to start dumps."""
 
     def before_layer(self, layer: int, frame: Frame) -> None: ...
 
     def after_layer(self, layer: int, frame: Frame, hidden: torch.Tensor) -> None:
-        """The layer's keys, values and states are in their pages now. `hidden`: what it hands on, `[N, hidden]`."""
+        """The layer's keys, values and states are now in their pages. `hidden`: the layer's output, `[N, hidden]`."""
 
 
 class Runner:
@@ -65,7 +65,7 @@ class Runner:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def run(self, work: Sequence[Work]) -> torch.Tensor:
-        """Logits `[R, vocab]` of those that want them, in order."""
+        """Run a step. Returns logits `[R, vocab]`, one row for each `Work` with `wants_logits`, in order."""
         tokens = np.concatenate([one.tokens for one in work])
         spans = _spans(work)
         shifts = np.repeat([span.start - span.row for span in spans], [span.length for span in spans])
@@ -95,13 +95,13 @@ class Runner:
         return logits
 
     def observe(self, observer: LayerObserver) -> None:
-        """Tell `observer` of every decoder layer from now on. Without observers there are no hooks, and no cost."""
+        """Call `observer` for every decoder layer from now on. Without observers there are no hooks, and no cost."""
         for index, layer in enumerate(decoder_layers(self.model)):
             self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
             self._hooks.append(layer.register_forward_hook(self._after(observer, index)))
 
     def compile(self, wanted: bool | str) -> None:
-        """Let the decoder layers be compiled when they next run, if they can be."""
+        """Compile the decoder layers when they next run, if they can be compiled."""
         if wanted is not False:
             self._compiled = compile_layers(self.model, decoder_layers(self.model), wanted, self.device)
 
@@ -128,7 +128,7 @@ class Runner:
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
-    """The decoder layers of the language model, in order; not every family says where they are."""
+    """The decoder layers of the language model, in order. Not every family has a standard place for them."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)

@@ -1,9 +1,12 @@
-"""Who computes how many tokens in the next step. No phases: a decoding request is one with a single token to go.
+"""Chooses the samples of the next step and their token counts.
 
-Everyone who decodes gets one token first, so that no prompt holds them up; what is left of the budget goes to prompts,
-oldest first, but no further prompt is put into a step that is long enough as it is, and none makes it much longer while
-others decode. Where memory runs out the youngest goes back to the queue, in its old place, and what it has computed is
-kept if it can be. The oldest is never preempted by others, so everything ends.
+Prefill and decode are not separate phases: a decoding sample is one with a single token to compute.
+
+Decoding samples are scheduled first, one token each, so that prefills do not delay them. The rest of the token budget
+goes to prefills, oldest first. `Pace` limits it: no prefill is added to a step that is long enough, and while others
+decode no prefill makes the step much longer. When memory runs out, the youngest sample is preempted: it returns to its
+place in the queue, and its computed pages stay cached if possible. The oldest sample is never preempted for others, so
+every request finishes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from hybridkv.engine.request import Sample
 from hybridkv.engine.streaming.store_traffic import Streaming
 
 _LOOK_AHEAD = 32
-"""Waiting samples that are looked at in a step: does someone compute their prefix?"""
+"""Number of waiting samples matched per step, to see whether a running sample computes their prefix."""
 
 
 class Scheduled(NamedTuple):
@@ -44,18 +47,18 @@ class Scheduler:
         self.followed = 0
         """Samples that waited for another request to compute their prefix."""
         self._is_full = False
-        """The last to start found no room: nobody else starts until someone has ended."""
+        """A sample was preempted: no sample is admitted until another has ended."""
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, sample: Sample) -> None:
-        """To the queue, in order of arrival; or straight to those that run, if it has a lease (a fork)."""
+        """Add to the queue in order of arrival, or to the running samples if it already has a lease (a fork)."""
         insort(self.waiting if sample.lease is None else self.running, sample, key=lambda one: one.rank)
 
     def remove(self, sample: Sample) -> None:
-        """It has ended, at any moment. What it computed stays in the cache, unless a step is in flight."""
+        """Remove an ended sample, at any time. Its computed tokens stay cached, unless a step is in flight."""
         lease, sample.lease = sample.lease, None
         if lease is None:
             if sample in self.waiting:
@@ -71,7 +74,10 @@ class Scheduler:
             self.cache.release(lease)
 
     def schedule(self) -> tuple[list[Scheduled], list[Sample]]:
-        """Send off the next step: what is in it, and who can never go on, even alone. Each sample is in one at most."""
+        """Schedule the next step. Returns its samples, and stuck samples: those that cannot continue even alone.
+
+        Each sample is in at most one step at a time.
+        """
         step: list[Scheduled] = []
         stuck: list[Sample] = []
         for sample in [one for one in self.running if one.is_idle and one.remaining == 1]:
@@ -90,13 +96,13 @@ class Scheduler:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def _admit(self, enough: int) -> None:
-        """Start as many as have enough tokens together; they take no pages yet.
+        """Admit waiting samples until they have `enough` tokens to compute. Admission takes no pages yet.
 
-        Each is matched once: the match says whether to wait for another sample, what to ask the store for, and where
-        it begins.
+        Each sample is matched once. The match decides whether it waits for another sample, what to look up in the
+        store, and where it starts.
 
-        Further ones are looked at all the same: if a prompt that starts now shares their prefix, it must know before
-        its step is sent off that a checkpoint is wanted where they part.
+        Samples beyond `enough` are matched, too: if one shares a prefix with a prompt that is admitted now, that prompt
+        must know before its step is scheduled that a checkpoint is wanted where the two diverge.
         """
         if self._is_full and self.running:
             return
@@ -115,7 +121,7 @@ class Scheduler:
                 unfed += sample.to_compute
 
     def _follows(self, sample: Sample, match: Match) -> bool:
-        """Whether someone computes the sample's prefix right now, and it pays to wait."""
+        """Whether another sample is computing this one's prefix and waiting for it pays off."""
         if not self.cache.follow(match):
             return False
         self.followed += not sample.has_followed
@@ -135,7 +141,7 @@ class Scheduler:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _send_off(self, sample: Sample, num_tokens: int, step: list[Scheduled], stuck: list[Sample]) -> int:
-        """Put a sample's next tokens into the step; returns how many. Others make room for it, or it for others."""
+        """Add a sample's next tokens to the step; returns how many. Preempts the youngest if there is no room."""
         while sample.lease is not None:
             tables = self._extend(sample, sample.lease, num_tokens)
             if tables is None:
@@ -153,7 +159,7 @@ class Scheduler:
         return 0
 
     def _extend(self, sample: Sample, lease: Lease, num_tokens: int) -> StepTables | NoRoom | None:
-        """Tables for a step, or why there are none. None: it loads first."""
+        """Tables for a step, or NoRoom with the reason. None: the sample loads asynchronously first."""
         if self.streaming is not None and sample.load_to > lease.computed:
             tables = self.streaming.extend(sample, num_tokens)
             if tables is not None or lease.in_flight:

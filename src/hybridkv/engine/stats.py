@@ -1,4 +1,4 @@
-"""What an engine has done and what it holds, in one record: the way to look inside one. docs/stats.md explains it."""
+"""Statistics of an engine: counters and current memory use, in one record. docs/stats.md explains them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of the arena, by what they are used for."""
+    """Bytes of the arena, by use."""
 
     total_bytes: int
     used_bytes: dict[str, int]
     """By group: pages that requests hold or the cache keeps."""
     slab_bytes: dict[str, int]
-    """By group: the slabs these pages lie in."""
+    """By group: the slabs that contain these pages."""
     free_bytes: int
-    """Slabs that no group has."""
+    """Slabs that belong to no group."""
     pinned_prefixes: int
     pinned_bytes: int
-    """Slabs that pinned prefixes keep in place."""
+    """Slabs that pinned prefixes occupy."""
 
     @classmethod
     def of(cls, cache: Cache, arena_bytes: int) -> MemoryUse:
@@ -43,7 +43,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and what is held now."""
+    """Counters since the start, and current values."""
 
     running: int
     waiting: int
@@ -53,7 +53,7 @@ class EngineStats:
     followed: int
     """Samples that waited for another request to compute their prefix."""
     seconds: dict[str, float]
-    """Where the time of steps went."""
+    """Total time of each part of a step."""
     cache: CacheStats
     memory: MemoryUse
     stream: StreamStats | None

@@ -1,6 +1,6 @@
-"""All tables of a step, made before the model runs: where tokens and states lie, and all that kernels derive from it.
+"""Builds all tables of a step before the model runs: places of tokens and states, and data that kernels derive from it.
 
-What kernels will ask for is known from the layers: `AttentionNeed`, `StateNeed`. It knows no requests and runs nothing.
+The layers determine what kernels need: `AttentionNeed`, `StateNeed`. This module knows no requests and runs no kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridkv.spec import LatentAttention
 
 
 class StateKey(NamedTuple):
-    """Layers that share a segment table: a state group, and which of the pages that its states are cut into."""
+    """Key of a segment table, shared by layers: a state group, and the index of a page among those of its states."""
 
     group: str
     page: int
@@ -33,12 +33,12 @@ class Tables(NamedTuple):
     """All tables of one step, on the device."""
 
     tokens: Mapping[str, TokenTable]
-    """By token group."""
+    """Token tables by token group."""
     segments: Mapping[StateKey, SegmentTable]
 
 
 class TableMaker:
-    """For one model on one arena."""
+    """Makes the tables of one model on one arena."""
 
     def __init__(self, model: PreTrainedModel, memory: Memory, layout: CacheLayout, uploader: Uploader) -> None:
         self._uploader = uploader
@@ -93,11 +93,11 @@ def attention_need(layer: LayerMemory, model: PreTrainedModel) -> AttentionNeed:
         return AttentionNeed(model.dtype, config.num_attention_heads // views[0].shape[2], is_fused, None)
     strides = [view.stride()[:2] for view in views]
     pitches = tuple(sorted({page // token for page, token in strides if page % token == 0}))
-    return AttentionNeed(model.dtype, 1, is_fused, pitches)  # the model makes keys for all heads
+    return AttentionNeed(model.dtype, 1, is_fused, pitches)  # the model expands keys for all heads
 
 
 def state_need(layer: LayerMemory, device: torch.device) -> StateNeed:
-    """Convolutions keep [C, reach]. Mamba-1 is the one scan whose states have no heads: [C, S]."""
+    """Convolution states are [C, reach]. Mamba-1 is the only scan whose states have no heads: [C, S]."""
     conv, recurrent = layer.parts.get("conv"), layer.parts.get("recurrent")
     longest = MAMBA1_CHUNK_TOKENS if recurrent is not None and recurrent.dim() == 3 else chunk_tokens(device)
     return StateNeed(None if conv is None else conv.shape[-1], None if recurrent is None else longest)

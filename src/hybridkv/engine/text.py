@@ -1,12 +1,13 @@
-"""Tokens into text, one at a time, and the texts that end a reply. No requests, no tensors.
+"""Incremental detokenization and stop texts. Knows no requests and no tensors.
 
-Decoding is not additive: a character may take several tokens, sentencepiece drops a leading space, byte fallback turns
-a whole run of bytes into U+FFFD while one of them is missing. So a short window is decoded anew for every token:
+Detokenization is not additive: a character may take several tokens, sentencepiece drops a leading space, byte fallback
+turns a whole run of bytes into U+FFFD while one of them is missing. So a short window is decoded for every token:
 
     ... dropped │ context: shown, decoded to `_context` │ pending: not shown, or not all │
                 0                                    _clean                        len(_window)
 
-and what the pending tokens add to the context is their text. The window is bounded: the total cost is linear.
+The text of the pending tokens is what they add to the text of the context. The window is bounded, so the total cost is
+linear.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from hybridkv.errors import RequestError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 MAX_UNFINISHED = 3
-"""Bytes of a character in UTF-8 that lacks its last: at most so many tokens, and at most so many U+FFFD."""
+"""Most bytes of an incomplete UTF-8 character, so also most of its tokens, and most U+FFFD it decodes to."""
 MAX_CONTEXT_TOKENS = 16
 MAX_PENDING_TOKENS = 32
-"""More are no character: they are bytes that never become one."""
+"""Most pending tokens. More are bytes that never become a character."""
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer of transformers, fast or slow."""
+    """The methods used of a transformers tokenizer, fast or slow."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
 class TextStream:
-    """The text of one reply as it grows. All that `push` and `finish` returned together is the text.
+    """The text of one reply as it grows: the concatenation of all results of `push` and `finish`.
 
     Without a tokenizer the text stays empty. min_tokens: stop texts count from this token on.
     context: the last tokens of the prompt, if the text should continue theirs: a first "▁word" then keeps its space.
@@ -53,12 +54,12 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._stops = StopTexts(stop, include_stop)
         self._plain_tokens = max(0, min_tokens - 1)
-        """Tokens that no stop text may end."""
+        """Number of first tokens whose text is not searched for stop texts."""
         self._window = list(context)
         self._clean = len(self._window)
         self._context = self._decode(self._window) if context else ""
         self._num_shown = 0
-        """Characters of the pending text that were shown."""
+        """Number of characters of the pending text that were returned."""
 
     @property
     def stopped_by(self) -> str | None:
@@ -66,7 +67,7 @@ class TextStream:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """The text that is certain now that `token` is there: characters are whole, and no stop text has begun."""
+        """Add a token; returns the new text that is final: complete characters, before any possible stop text."""
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         self._window.append(token)
@@ -77,7 +78,7 @@ class TextStream:
         return self._stops.push(text)
 
     def finish(self) -> str:
-        """The rest: what might have become a stop text, and U+FFFD for a character that was cut off."""
+        """The remaining text: a possible beginning of a stop text, and U+FFFD for an incomplete character."""
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         rest = self._pending_text()[0][self._num_shown :]
@@ -90,15 +91,15 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def _pending_text(self) -> tuple[str, bool]:
-        """The text of the pending tokens, and whether the context still stands."""
+        """The text of the pending tokens, and whether the text of the context is unchanged by them."""
         text = self._decode(self._window)
         if text.startswith(self._context):
             return text[len(self._context) :], True
-        # A run of bytes that is not whole takes the bytes shown before down with it: look at the new ones alone.
+        # An incomplete run of bytes also changes bytes that were returned before it: decode the pending tokens alone.
         return self._decode(self._window[self._clean :]), False
 
     def _advance(self) -> str:
-        """New text, without what may be an unfinished character."""
+        """New text, without a possibly incomplete character at its end."""
         text, stands = self._pending_text()
         if text and not text.endswith(UNKNOWN):
             return self._settle(text, stands)
@@ -115,19 +116,19 @@ class TextStream:
         return new
 
     def _settle(self, text: str, stands: bool) -> str:
-        """All pending tokens are whole characters: they become context."""
+        """Make the pending tokens context: all of them are complete characters."""
         new = text[self._num_shown :]
         self._num_shown = 0
         if stands and len(self._window) <= MAX_CONTEXT_TOKENS:
             self._context += text
-        else:  # what was pending begins and ends with whole characters: context enough
+        else:  # the pending tokens are complete characters, so they suffice as context
             del self._window[: self._clean]
             self._context = self._decode(self._window)
         self._clean = len(self._window)
         return new
 
     def _give_up(self, text: str) -> str:
-        """Pending tokens never become characters: show all but the last, cut where that changes no text."""
+        """Return the text of pending tokens that never become characters, but the last, cut where no text changes."""
         pending = self._window[self._clean :]
         for tail in range(MAX_UNFINISHED, 2 * MAX_UNFINISHED + 1):
             head = self._decode(pending[:-tail])
@@ -140,20 +141,20 @@ class TextStream:
 
 
 class StopTexts:
-    """Finds the first of some texts in a text that comes in pieces. How it is cut into pieces makes no difference.
+    """Finds the first of several stop texts in a text that arrives in pieces. The result does not depend on the pieces.
 
-    First is what ends first, and of those that end together the longest.
+    The first stop text is the one that ends first; of those that end together, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        """Shown to nobody yet: a stop text may have begun here."""
+        """Text that is held back because a stop text may have begun in it."""
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What of the text so far is certain to come before any stop text, and was not returned before."""
+        """Add text; returns the new part that is certain to come before any stop text."""
         text = self._held + text
         if not self._stops or not text:
             return text
@@ -172,7 +173,7 @@ class StopTexts:
 
 
 def _first_beginning(text: str, stop: str) -> int:
-    """Where the longest end of `text` that `stop` begins with begins; the length of the text: nowhere."""
+    """Start of the longest suffix of `text` that is a prefix of `stop`; the length of `text` if there is none."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""The HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ _PLAIN = {"text/plain": {"schema": {"type": "string"}}}
 @refuses_old_names
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a server treats its clients."""
+    """Options of a server."""
 
     served_model_name: str
-    """What clients call the model."""
+    """The model's name in requests and replies."""
     root: str | None = None
-    """The model's directory. Clients are told, and may call the model so too: they find its tokenizer there."""
+    """The model's directory. `/v1/models` reports it, so that clients find the tokenizer; it is also a valid name."""
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the door; none: it is open."""
+    """API keys; a request must have one of them. Empty: no key is needed."""
     max_body_bytes: int = 16 * 2**20
     max_waiting: int = 1024
-    """Requests that may wait for their first token."""
+    """Most requests that may wait for their first token."""
 
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
-    """An ASGI application that serves an engine. The engine stays the caller's: close it afterwards."""
+    """An ASGI application that serves an engine. The caller still owns the engine and closes it."""
     name = options.served_model_name
     service = Service(engine, name, options.root or name, options.max_waiting)
 
@@ -95,12 +95,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.post(CHAT, responses=_text(ChatReply), response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        """Answer messages. The ends of messages are breakpoints by themselves."""
+        """Answer messages. The ends of messages are breakpoints."""
         return await service.answer(request, body)
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """What is served here."""
+        """List the served model."""
         return ModelList(data=[service.card()])
 
     @app.get("/v1/models/{name:path}")
@@ -112,12 +112,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}}, response_model=None)
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-        """A text's tokens, or those of messages."""
+        """Tokenize a text or messages."""
         return await service.answer_tokens(request, body)
 
     @app.post("/detokenize", responses={200: {"model": DetokenizeReply}}, response_model=None)
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-        """The text of tokens."""
+        """Convert token ids to text."""
         return await service.answer_tokens(request, body)
 
 
@@ -133,16 +133,16 @@ def _add_care(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": _PLAIN}})
     def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/admin/cache/reset")
     async def reset_cache() -> ResetReply:
-        """Forget everything that memory has; what a store has is found again. Running requests go on."""
+        """Drop everything cached in memory. Running requests continue; data in a store can still be loaded."""
         await run_in_threadpool(service.engine.reset_cache)
         return ResetReply(reset=True)
 
 
 def _text(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """What an endpoint that generates may answer, for the API's description."""
+    """OpenAPI responses of an endpoint that generates text."""
     return {200: {"model": reply, "content": _EVENTS}}

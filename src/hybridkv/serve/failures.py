@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Converts errors to HTTP replies in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CLIENT_GONE = 499
 _SUBJECT = re.compile("^(Input|List|String|Dictionary)(?= should)")
 RETRY_AFTER_S = 1
 _MAX_CHARS = 1000
-"""Of a message: it may quote what a client sent."""
+"""Most characters of an error message, since it may quote what a client sent."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class UnknownModelError(RequestError):
-    """A model that is not served here."""
+    """The request names a model that is not served."""
 
 
 class TooLongError(RequestError):
-    """A prompt that leaves no room for a reply."""
+    """The prompt leaves no room for a reply."""
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> str:
-    """As JSON of plain ASCII: a message may quote whatever a client sent, even what is no text."""
+    """The error as ASCII-only JSON: a message may quote anything a client sent, even invalid text."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     shown = message if len(message) <= _MAX_CHARS else message[:_MAX_CHARS] + "..."
     code = code or HTTPStatus(status).name.lower()
@@ -51,7 +51,7 @@ def failure(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def status_of(error: HybridKVError) -> int:
-    """404: no such model. 429: come back later. 503: nothing is served any more. 400: bad input. 500: all else."""
+    """404: unknown model. 429: too busy, retry later. 503: stopped or stopping. 400: bad input. 500: all else."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, TooBusyError):
@@ -62,14 +62,14 @@ def status_of(error: HybridKVError) -> int:
 
 
 def answer_failures(app: FastAPI) -> None:
-    """Let every error of `app` become an answer."""
+    """Register handlers that convert every error of `app` to a reply."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, HybridKVError)
         if isinstance(error, StoppingError):
             request.state.outcome = "stopped"
         param = error.param if isinstance(error, RequestError) else None
-        code = "context_length_exceeded" if isinstance(error, TooLongError) else None  # which some clients act on
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None  # some clients check it
         return failure(status_of(error), str(error), param, code)
 
     async def invalid(request: Request, error: Exception) -> Response:
@@ -79,14 +79,14 @@ def answer_failures(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, ClientDisconnect):  # in the middle of its body
+        if isinstance(error.__cause__, ClientDisconnect):  # while its body was read
             return await gone(request, error)
         answer = failure(error.status_code, _http_message(request, error))
         answer.headers.update(error.headers or {})
         return answer
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE)  # nobody reads it
+        return Response(status_code=CLIENT_GONE)  # the client is disconnected
 
     async def bug(request: Request, error: Exception) -> Response:
         return failure(500, f"an error in the server, which its log tells more about: {type(error).__name__}")
@@ -99,7 +99,7 @@ def answer_failures(app: FastAPI) -> None:
 
 
 def _http_message(request: Request, error: HTTPException) -> str:
-    """What the framework refuses by itself, by name."""
+    """Message for an error that the framework raises itself, such as an unknown path."""
     path = request.url.path
     if error.status_code == 404:
         return f"there is no path {path!r} here: /openapi.json lists all there are"
@@ -132,7 +132,7 @@ def _reason(error: Mapping[str, Any]) -> str:
         return f"{name} is missing: " + ("it is required" if place else "send a JSON object")
     if kind == "value_error":
         return f"{name}: {error['msg'].removeprefix('Value error, ')}"
-    if error["loc"][-1] == "str" and place[-1] in EITHER:  # the first of several types that were tried
+    if error["loc"][-1] == "str" and place[-1] in EITHER:  # pydantic tried several types; this is the first
         wanted = EITHER[place[-1]]
     elif kind in ("dict_type", "model_attributes_type", "model_type"):
         wanted = "it should be a JSON object"
@@ -144,7 +144,7 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 def _place(error: Mapping[str, Any]) -> list[str]:
-    """Where in the body: names of fields and numbers of items, without the types that were tried."""
+    """Path of the error in the body: field names and item numbers, without the types that pydantic tried."""
     return [
         str(part)
         for part in error["loc"][1:]
@@ -153,7 +153,7 @@ def _place(error: Mapping[str, Any]) -> list[str]:
 
 
 def _short() -> Repr:
-    """Shows the beginning of what may be very long, without a look at the rest."""
+    """A `Repr` that shows the beginning of a long value without reading the rest."""
     short = Repr()
     short.maxstring = short.maxlong = short.maxother = 60
     return short

@@ -1,4 +1,4 @@
-"""One HTTP request's work on the engine: its prompts, its place in the queue, and its end when nobody listens."""
+"""The work of one HTTP request on the engine: its prompts, its admission, and its abort when the client disconnects."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 class TooBusyError(HybridKVError):
-    """More would only wait: the client should come back later."""
+    """Too many requests are waiting; the client should retry later."""
 
 
 class StoppingError(HybridKVError):
-    """The server stops, and cannot wait any longer."""
+    """The server is stopping and cannot wait for the request any longer."""
 
     def __init__(self) -> None:
         super().__init__("the server is stopping, before the reply was complete: send the request again")
 
 
 class ClientGone(Exception):  # noqa: N818 - no error of ours
-    """Nobody is there to be answered."""
+    """The client has disconnected."""
 
 
 class Ticket:
@@ -37,14 +37,14 @@ class Ticket:
         self._is_waiting = True
 
     def called(self) -> None:
-        """It waits no longer; may be said twice."""
+        """Called when the request no longer waits. Further calls do nothing."""
         if self._is_waiting:
             self._is_waiting = False
             self._admission.num_waiting -= 1
 
 
 class Admission:
-    """Lets so many requests wait for their first token, and no more."""
+    """Admission control: limits the number of requests that wait for their first token."""
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
@@ -60,7 +60,7 @@ class Admission:
 
 
 class PromptBatch(NamedTuple):
-    """Prompts that are answered together, and how."""
+    """The prompts of one HTTP request, and their parameters."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -68,14 +68,14 @@ class PromptBatch(NamedTuple):
     ticket: Ticket
 
     async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
-        """Updates of all prompts as they come, each with its prompt's number. Leaving early aborts all of them."""
+        """Yield updates of all prompts as they arrive, with the prompt's number. Leaving early aborts all prompts."""
         news: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
 
         async def listen(number: int, prompt: Prompt) -> None:
             try:
                 async for update in engine.stream(prompt, self.params, cache_salt=self.cache_salt):
                     news.put_nowait((number, update))
-            except Exception as error:  # raised again below, by whoever waits for news
+            except Exception as error:  # raised again below
                 news.put_nowait((number, error))
 
         tasks = [asyncio.create_task(listen(number, prompt)) for number, prompt in enumerate(self.prompts)]
@@ -104,9 +104,9 @@ class PromptBatch(NamedTuple):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled as soon as the client has gone. The request's body must have been read.
+    """Run `work` and return its result; cancel it when the client disconnects. The body must have been read before.
 
-    Who cancels this is the server, when those that are left when it stops have had their time.
+    The server cancels this call itself when it stops and the request has used up its time to finish.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))

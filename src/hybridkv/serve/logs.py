@@ -32,7 +32,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def set_up_logs(log_format: str, level: str) -> None:
-    """Of this process: whatever it logs or warns of, and what ends its threads, in one format."""
+    """Configure logging of this process: log records, warnings and uncaught errors of threads, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root = logging.getLogger()
@@ -59,7 +59,7 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value that cannot be mistaken for several, or for another line."""
+    """The value, quoted if it could be mistaken for several values or for another line."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)
 

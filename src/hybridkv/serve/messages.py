@@ -1,4 +1,4 @@
-"""Messages of a chat, as clients send them, and the prompt that the model's template makes of them."""
+"""Chat messages as clients send them, and the prompt that the chat template makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Further fields go to the chat template as they are."""
+    """A chat message. Further fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -36,7 +36,7 @@ class ChatMessage(BaseModel):
         return self
 
     def for_template(self, number: int) -> dict[str, Any]:
-        """`number`: of the message, from 0."""
+        """The message as the chat template gets it. `number`: index of the message, from 0."""
         return {**(self.model_extra or {}), "role": self.role, "content": self._text(f"messages.{number}.content")}
 
     def _text(self, place: str) -> str:

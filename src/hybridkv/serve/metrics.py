@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server: counters of the engine and its cache as they are, and histograms of requests."""
+"""Prometheus metrics of one server: counters of the engine and its cache, and histograms of requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _STORE_COUNTERS = {
 
 
 class Metrics:
-    """What `/metrics` tells."""
+    """The metrics of `/metrics`."""
 
     def __init__(self, engine: Engine, admission: Admission) -> None:
         self._registry = CollectorRegistry()
@@ -82,10 +82,10 @@ class Metrics:
         self._per_token = self._histogram("time_per_output_token_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._total = self._histogram("request_seconds", "From arrival to the last token", _SECONDS)
         for outcome in OUTCOMES:
-            self._requests.labels(outcome)  # there from the start: a first failure is then seen to be one
+            self._requests.labels(outcome)  # start at 0, so that Prometheus sees the first failure as an increase
 
     def finished(self, results: Sequence[Result]) -> None:
-        """Prompts whose replies have ended."""
+        """Record the results of finished prompts."""
         for result in results:
             self._prompt_tokens.observe(len(result.prompt_token_ids))
             for one in result.completions:
@@ -100,11 +100,11 @@ class Metrics:
                 self._per_token.observe(metrics.per_token_s)
 
     def ended(self, outcome: str) -> None:
-        """A request for text, one of `OUTCOMES`."""
+        """Count a finished generation request. `outcome`: one of `OUTCOMES`."""
         self._requests.labels(outcome).inc()
 
     def text(self) -> bytes:
-        """In Prometheus' format. Waits for the engine to be between two steps."""
+        """The metrics in Prometheus' text format. Waits until the engine is between two steps."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
@@ -115,14 +115,14 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine when it is asked."""
+    """Reads the engine's statistics at every scrape."""
 
     def __init__(self, engine: Engine, admission: Admission) -> None:
         self._engine = engine
         self._admission = admission
 
     def describe(self) -> list[Metric]:
-        return []  # what there is depends on the model: it is found out when it is collected
+        return []  # the metrics depend on the model and are only known when collected
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("server_waiting_requests", "Requests without a first token, all told", self._admission.num_waiting)

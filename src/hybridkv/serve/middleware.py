@@ -1,7 +1,7 @@
-"""What stands before every endpoint: keys, the size of bodies, request ids, one line in the log.
+"""Middleware before every endpoint: API keys, body size limit, request ids, access log.
 
-Those behind it may leave two things in the request's state: `facts` for the log, and the `outcome` where the status
-does not tell it (a stream's status is sent before anyone knows how it ends).
+Endpoints may set two fields of the request's state: `facts` for the log, and `outcome` where the status does not show
+it (a stream's status is sent before its outcome is known).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridkv.units import format_bytes
 
 LOG = logging.getLogger("hybridkv.serve")
 _OPEN_PATHS = frozenset(("/health", "/metrics"))
-"""Need no key: they are for machines that watch, and tell nothing of what was asked."""
+"""Paths that need no key: they are for monitoring, and reveal nothing about requests."""
 _QUIET_PATHS = _OPEN_PATHS
 _OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy"}
 
@@ -33,7 +33,7 @@ Ended = Callable[[str, str], None]
 
 
 class _Visit:
-    """One request, from its arrival to the last byte of its answer."""
+    """One HTTP request, from its arrival to the last byte of its reply."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = _clean_id(Headers(scope=scope).get("x-request-id"))
@@ -56,7 +56,7 @@ class _Visit:
         return _OUTCOMES.get(self._status, "refused" if self._status < 500 else "failed")
 
     async def tell(self, message: Message) -> None:
-        """Send a part of the answer."""
+        """Send a part of the reply."""
         if message["type"] == "http.response.start":
             self.is_begun = True
             self._status = message["status"]
@@ -80,7 +80,7 @@ class _Visit:
 
 
 class Front:
-    """An ASGI application around another."""
+    """ASGI middleware around an application."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_end: Ended) -> None:
         self._app = app
@@ -99,7 +99,7 @@ class Front:
                 await refused(scope, receive, visit.tell)
             else:
                 await self._app(scope, self._limited(headers, receive), visit.tell)
-        except asyncio.CancelledError:  # such as in the middle of a body that comes slowly
+        except asyncio.CancelledError:  # for example while a slow body is read
             visit.state["outcome"] = "stopped"
             if visit.is_begun:
                 raise
@@ -118,11 +118,11 @@ class Front:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode()
-        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: no clue from the time
+        matches = [hmac.compare_digest(given, known) for known in self._keys]  # compare all keys: constant time
         return scheme.lower() == "bearer" and any(matches)
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
-        """Bodies that are too large are refused as soon as that is known, and never kept."""
+        """A `receive` that refuses too large bodies as soon as their size is known, and does not buffer them."""
         announced, seen = headers.get("content-length", ""), 0
 
         async def limited() -> Message:
@@ -145,7 +145,7 @@ class Front:
 
 
 def _clean_id(given: str | None) -> str:
-    """The client's id for the request, if it can stand in a header and a log."""
+    """The client's request id if it is safe in a header and a log, or else a new one."""
     if given and len(given) <= 128 and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Updates and results of the engine in the words of the two endpoints: whole replies, and pieces of streams.
+"""Converts the engine's updates and results to OpenAI's formats of the two endpoints: replies and stream chunks.
 
 A request may have several prompts, each with n replies: choice number `prompt * n + sample`.
 """
@@ -35,13 +35,13 @@ from hybridkv.serve.replies import (
 )
 
 _LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+"""Replaces minus infinity, which JSON does not have."""
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are only a part of a character."""
+"""Decoders write this for bytes that are only a part of a character."""
 
 
 class TokenTexts:
-    """Single tokens as text, for log probabilities."""
+    """Texts of single tokens, for logprobs."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -55,12 +55,12 @@ class TokenTexts:
 
 
 class ReplyFormat(ABC):
-    """How one request is answered."""
+    """Reply format of one request."""
 
     prefix: str
 
     def __init__(self, model: str, texts: TokenTexts, *, n: int, with_ids: bool, echoes: Sequence[str] = ()) -> None:
-        """`echoes`: texts that replies begin with, one a prompt, if they were asked for."""
+        """`echoes`: texts that replies begin with, one for each prompt, if `echo` was requested."""
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
@@ -69,24 +69,24 @@ class ReplyFormat(ABC):
         self.with_ids = with_ids
         self._echoes = echoes
         self._begun: set[int] = set()
-        """Choices of which something was sent."""
+        """Choices of which at least one piece was sent."""
 
     @property
     def names(self) -> dict[str, Any]:
-        """What every reply and every piece begins with."""
+        """Fields that every reply and every piece begins with."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
     @abstractmethod
     def whole(self, results: Sequence[Result]) -> BaseModel:
-        """The answer to a request that is not streamed."""
+        """The reply to a request that is not streamed."""
 
     @abstractmethod
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
-        """What to send for an update of a prompt; nothing if there is nothing to see yet."""
+        """The pieces to send for an update of a prompt; empty if there is no new text or token to show."""
 
     @abstractmethod
     def usage_piece(self, results: Sequence[Result]) -> BaseModel:
-        """The last piece of a stream whose client wants to know."""
+        """The last piece of a stream, if the client requested usage."""
 
     def ids(self, token_ids: list[int]) -> list[int] | None:
         return token_ids if self.with_ids else None
@@ -107,7 +107,7 @@ class CompletionDialect(ReplyFormat):
     def __init__(self, model: str, texts: TokenTexts, **named: Any) -> None:
         super().__init__(model, texts, **named)
         self._token_chars: Counter[int] = Counter()
-        """Characters of each choice's tokens so far, one by one."""
+        """By choice: characters of its tokens so far, each decoded on its own."""
 
     def whole(self, results: Sequence[Result]) -> CompletionReply:
         choices = []
@@ -222,7 +222,7 @@ class ChatDialect(ReplyFormat):
 
 
 def usage(results: Sequence[Result]) -> Usage:
-    """Of all prompts together; each counts once, however many replies it has."""
+    """Usage of all prompts together. Each prompt counts once, however many replies it has."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
     completion = sum(len(one.token_ids) for result in results for one in result.completions)
     cached = sum(result.cached_tokens for result in results)
@@ -235,7 +235,7 @@ def usage(results: Sequence[Result]) -> Usage:
 
 
 def check_finished(one: Completion) -> Completion:
-    """The completion, or an error if it has not come to a proper end."""
+    """Return the completion; raises if it ended with an error or was aborted."""
     if one.finish_reason in ("stop", "length"):
         return one
     raise ReplyError(one.error or "the engine was shut down before the reply was complete: send it again")

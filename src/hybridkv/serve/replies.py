@@ -1,4 +1,4 @@
-"""What clients get back, as OpenAI's clients expect it. Pure records: nothing here knows the engine or HTTP."""
+"""Reply records in OpenAI's format. They know neither the engine nor HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """Of `/v1/completions`, whole or one piece of a stream."""
+    """Reply of `/v1/completions`, or one piece of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -48,7 +48,7 @@ class TopLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """None: of a token that is only a part of a character."""
+    """None for a token that is only a part of a character."""
 
 
 class TokenLogprob(TopLogprob):
@@ -74,7 +74,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """Of `/v1/chat/completions`."""
+    """Reply of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -149,6 +149,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Every answer with a status of 400 and above."""
+    """Body of every reply with a status of 400 or above."""
 
     error: ErrorDetail

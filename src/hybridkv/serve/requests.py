@@ -1,4 +1,4 @@
-"""What clients may send, as OpenAI's clients send it, and the sampling parameters and prompts that it means."""
+"""Request bodies in OpenAI's format, and their conversion to prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from hybridkv.serve.unsupported import check_extras
 MAX_PROMPTS = 128
 MAX_BREAKPOINTS = 64
 COMPLETION_TOKENS = 16
-"""Of `/v1/completions` where a request does not say, as OpenAI has it."""
+"""Default of `max_tokens` in `/v1/completions`, as in OpenAI's API."""
 EITHER = {
     "prompt": f"pass a text, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to {MAX_PROMPTS} of either, not mixed",
     "stop": f"pass a text, or a list of at most {MAX_STOPS}",
     "content": "pass a text, or a list of parts of type text",
 }
-"""What fields take that may be of several types: otherwise each type that was tried has a complaint of its own."""
+"""Descriptions of fields that accept several types, for errors: pydantic has an error for each type it tried."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""The first that is wrong says enough: there may be millions."""
+"""Validation stops at the first bad id: there may be millions."""
 
 
 def _few_biases(value: object) -> object:
-    """Looked at before any of them is: each that is wrong costs a message."""
+    """Check the number of biases before their values: each bad value costs an error message."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise ValueError(f"{len(value)} tokens: pass at most {MAX_LOGIT_BIASES}")
     return value
 
 
 class Asked(NamedTuple):
-    """Prompts, and the texts that replies shall begin with, if any."""
+    """Prompts, and the texts that replies begin with, if any."""
 
     prompts: list[Prompt]
     echoes: Sequence[str] = ()
@@ -58,7 +58,7 @@ class StreamOptions(BaseModel):
 
 
 class _SampledRequest(BaseModel):
-    """What completions and chats have in common."""
+    """Fields common to completion and chat requests."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -92,7 +92,7 @@ class _SampledRequest(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """At the end of a stream."""
+        """Whether a stream ends with a usage piece."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def refuse_unsupported(self) -> None:
@@ -132,10 +132,10 @@ class _SampledRequest(BaseModel):
 
 
 class CompletionRequest(_SampledRequest):
-    """Of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     source: ClassVar[str] = "prompt"
-    """The field that prompts are made of."""
+    """The field that holds the prompts."""
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -167,7 +167,7 @@ class CompletionRequest(_SampledRequest):
 
 
 class ChatRequest(_SampledRequest, ChatPrompt):
-    """Of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="The older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="Default: the model's limit.")

@@ -18,12 +18,12 @@ from hybridkv.renamed import refuses_old_names
 LOG = logging.getLogger("hybridkv.serve")
 _BACKLOG = 2048
 _LAST_WORDS_S = 1.0
-"""For those that are cut short to tell their clients so."""
+"""Time for cancelled requests to send their clients an error."""
 _POLL_S = 0.02
 
 
 class Server:
-    """An address. It is taken at once, so that one in use is known before a model is loaded."""
+    """An HTTP server on one address. The constructor binds it: an address in use fails before a model is loaded."""
 
     def __init__(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -54,27 +54,27 @@ class Server:
     def run(self, app: ASGIApp, *, shutdown_timeout: int, on_ready: Callable[[], None]) -> None:
         """Serve until SIGINT, SIGTERM or `stop`. Running requests then have `shutdown_timeout` seconds to end.
 
-        Signals reach the main thread only: elsewhere, `stop` it.
+        Signals reach only the main thread: on another thread, use `stop`.
         """
         config = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, backlog=_BACKLOG, lifespan="on"
         )
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                # uvicorn raises the signal once more when it has shut down: that must not keep the engine from closing.
+                # uvicorn raises the signal again after its shutdown: that must not keep the engine from closing.
                 signal.signal(number, lambda *_: None)
         _Stoppable(config, self._stopped, shutdown_timeout, on_ready).run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """From any thread; `run` returns soon."""
+        """Stop serving; `run` returns soon. May be called on any thread."""
         self._stopped.set()
 
 
 class _Stoppable(uvicorn.Server):
-    """Tells when requests are taken, can be told to stop, and ends what is left then in its own way.
+    """A uvicorn server with a ready callback, a `stop` method and its own shutdown.
 
-    uvicorn's own shutdown ends the loop while those that it cancelled are still telling their clients, and on a second
-    Ctrl-C waits on all the same, from Python 3.12 on.
+    uvicorn's shutdown ends the event loop while cancelled requests are still sending errors to their clients. From
+    Python 3.12 on it also keeps waiting after a second Ctrl-C.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _Stoppable(uvicorn.Server):
         return self._stopped.is_set() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests finish, cancel those that take too long, hang up on clients that do not read."""
+        """Let running requests finish, cancel slow ones, and disconnect clients that do not read."""
         state = self.server_state
         for server in self.servers:
             server.close()
@@ -116,7 +116,7 @@ class _Stoppable(uvicorn.Server):
         return not self.server_state.tasks and not self.server_state.connections
 
     async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
-        """Wait until something holds, but not longer than this."""
+        """Wait until `holds` returns True, at most `seconds`."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while not holds() and clock() < end:

@@ -1,4 +1,4 @@
-"""Answers requests for text: from a parsed body to a reply or a stream, and what is counted on the way."""
+"""Answers generation and tokenization requests: from a parsed body to a reply or a stream, with metrics."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class Service:
             raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
 
     def count(self, path: str, outcome: str) -> None:
-        """A request to any path has ended."""
+        """Count a finished request. Called for every path."""
         if path in (COMPLETIONS, CHAT):
             self.metrics.ended(outcome)
 
     async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
-        """Tokens, or their text. The reply, which may be long, is written where it is computed."""
+        """Tokenize or detokenize. The tokenizing thread also serializes the reply, since it may be long."""
         self.check_model(body.model)
         content = await self._tokenized(request, lambda engine: body.reply(engine).model_dump_json(), body.source)
         return Response(content, media_type="application/json")
 
     async def _tokenized(self, request: Request, work: Callable[[Engine], T], field: str) -> T:
-        """What `work` makes of the engine's tokenizer, while the client is there. `field`: that it is about."""
+        """Run `work` on a tokenizing thread while the client is connected. `field`: the field to name in errors."""
         size = len(await request.body())
         try:
             return await while_connected(request.receive, self._tokenizing.run(work, size))
@@ -76,7 +76,7 @@ class Service:
             raise RequestError(str(error), field) from error
 
     async def answer(self, request: Request, body: AnyRequest) -> Response:
-        """A reply, or a stream that has yet to begin."""
+        """A reply, or a stream that has not started yet."""
         self.check_model(body.model)
         params = body.params()
         ticket = self.admission.enter()
@@ -108,7 +108,7 @@ class Service:
     async def _events(
         self, request: Request, batch: PromptBatch, reply_format: ReplyFormat, wants_usage: bool
     ) -> AsyncGenerator[str]:
-        """A stream's events. Once it has begun its status is sent: what goes wrong is told in an event."""
+        """The events of a stream. Its status is sent before the first one, so later errors are sent as events."""
         results: dict[int, Result] = {}
         try:
             async with aclosing(batch.updates(self.engine)) as updates:
@@ -116,7 +116,7 @@ class Service:
                     if update.result is not None:
                         results[number] = update.result
                     if update.finish_reason not in (None, "stop", "length"):
-                        continue  # told below, once its error is known
+                        continue  # sent below, once its error is known
                     for piece in reply_format.pieces(number, update):
                         yield piece.model_dump_json()
             ordered = [results[number] for number in sorted(results)]
@@ -130,7 +130,7 @@ class Service:
         yield DONE
 
     def _note(self, request: Request, results: Sequence[Result]) -> None:
-        """For metrics and the log."""
+        """Record results for metrics and the log."""
         self.metrics.finished(results)
         request.state.facts = {
             "prompt_tokens": sum(len(result.prompt_token_ids) for result in results),

@@ -1,4 +1,4 @@
-"""Server-sent events: a reply piece by piece, for as long as the client is there."""
+"""Server-sent events: sends a reply piece by piece while the client is connected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DONE = "[DONE]"
 
 
 class EventStream(Response):
-    """Sends events as they come. A client that goes away ends them at once, even while it waits for the first."""
+    """Sends events as they arrive. A disconnect of the client ends the stream at once, even before the first event."""
 
     media_type = "text/event-stream"
 

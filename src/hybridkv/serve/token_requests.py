@@ -1,4 +1,4 @@
-"""What clients may send to `/tokenize` and `/detokenize`, as vLLM's clients send it, and what they get."""
+"""Request bodies and replies of `/tokenize` and `/detokenize`, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Tokenize(_TokenRequest):
     return_token_strs: bool | None = Field(None, description="Add every token as the vocabulary writes it.")
 
     def _reply(self, engine: Engine, prompt: Prompt) -> TokenizeReply:
-        tokenizer: Any = engine.tokenizer  # there is one: it has made the prompt
+        tokenizer: Any = engine.tokenizer  # not None: it has made the prompt
         tokens = prompt.token_ids
         strs = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
         return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=engine.max_model_len, token_strs=strs)
@@ -46,7 +46,7 @@ class TokenizeText(_Tokenize):
 
 
 class TokenizeChat(_Tokenize, ChatPrompt):
-    """A body of `/tokenize` with messages, which the chat template writes."""
+    """A body of `/tokenize` with messages, which are rendered with the chat template."""
 
     def reply(self, engine: Engine) -> TokenizeReply:
         extras = self.model_extra or {}
@@ -71,7 +71,7 @@ class DetokenizeRequest(_TokenRequest):
 
 
 def _kind(body: object) -> str:
-    """Decided before validation, so that an error is about what the client meant."""
+    """The kind of a body. It is chosen before validation, so that errors fit what the client meant."""
     is_chat = isinstance(body, TokenizeChat) or (isinstance(body, Mapping) and body.get("messages") is not None)
     return TokenizeChat.__name__ if is_chat else TokenizeText.__name__
 

@@ -1,6 +1,7 @@
-"""Threads that tokenize: a long text must delay neither other replies nor other short texts.
+"""Tokenizing threads: a long text must delay neither other replies nor short texts.
 
-A text of 16 MiB takes half a minute, and nothing stops it. The process does not wait for it: workers are daemons.
+A text of 16 MiB takes half a minute and cannot be interrupted. The workers are daemons, so the process does not wait
+for it when it exits.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from hybridkv.workers import Workers
 T = TypeVar("T")
 
 LONG_BYTES = 2**18
-"""Of a request's body; from here on it waits for the other long ones."""
+"""Requests with a body of at least this size use the thread for long texts."""
 
 
 class Tokenizing:
-    """One thread for short texts and one for long ones. A tokenizer that is not made for two threads gets one."""
+    """One thread for short texts and one for long ones. A tokenizer that is not thread-safe gets a single thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,7 +31,7 @@ class Tokenizing:
         self._long = Workers(1, "hybridkv-long-texts") if can_share else self._short
 
     async def run(self, work: Callable[[Engine], T], body_bytes: int) -> T:
-        """What `work` makes of the engine's tokenizer."""
+        """Run `work`, which uses the engine's tokenizer, on one of the threads, and return its result."""
         workers = self._long if body_bytes >= LONG_BYTES else self._short
         return await asyncio.wrap_future(workers.submit(lambda: work(self._engine)))
 

@@ -1,6 +1,6 @@
-"""Fields that clients of OpenAI or vLLM may send and that are not served.
+"""Unsupported fields that clients of OpenAI or vLLM may send.
 
-Those that would change the answer are refused by name; others that are unknown are ignored.
+Fields that would change the reply are refused by name; other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "verbosity": ("medium",),
 }
-"""Values of unsupported fields that ask for nothing."""
+"""Values of unsupported fields that have no effect and are accepted."""
 _ON_BY_DEFAULT = frozenset(("skip_special_tokens",))
-"""Fields of which "false" asks for something."""
+"""Fields that default to true, so that "false" is the value that has an effect."""
 _NO_TEMPLATE_OPTIONS = frozenset(
     (
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
@@ -92,11 +92,11 @@ _NO_TEMPLATE_OPTIONS = frozenset(
         "tokenize", "tokenizer_kwargs", "truncation",
     )
 )  # fmt: skip
-"""What rendering itself decides, and is not to be told. One is a template: a program that need not end."""
+"""Template options that clients must not set: rendering sets them. One is a template, a program that may never end."""
 
 
 def check_extras(fields: Mapping[str, object], place: str = "", *, known: Container[str] = ()) -> None:
-    """Of a request, or of an object in it: refuse what would change the answer. `known`: the fields it may have."""
+    """Refuse extra fields of a request, or of an object in it, that would change the reply. `known`: allowed fields."""
     for name, value in fields.items():
         new = new_name(name, known)
         if new is not None:
@@ -107,7 +107,7 @@ def check_extras(fields: Mapping[str, object], place: str = "", *, known: Contai
 
 
 def check_template_options(options: Mapping[str, object]) -> None:
-    """Refuse what a chat template would never see, or see otherwise."""
+    """Refuse options that would not reach the chat template, or not unchanged."""
     for name in options:
         if name in _NO_TEMPLATE_OPTIONS:
             message = f"chat_template_kwargs has {name}, which is not the template's to know: leave it out"
@@ -115,7 +115,7 @@ def check_template_options(options: Mapping[str, object]) -> None:
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether a field asks for something."""
+    """Whether a field's value has an effect."""
     if value is None or value in _HARMLESS.get(name, ()):
         return False
     return name in _ON_BY_DEFAULT or not (value is False or value in ([], {}))

@@ -1,1 +1,1 @@
-"""From a checkpoint to a model that can run."""
+"""Loads a checkpoint as a model that the engine can run."""

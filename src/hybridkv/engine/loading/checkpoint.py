@@ -1,4 +1,4 @@
-"""A model, its tokenizer, and what the cache must know of them."""
+"""Loads a model, its tokenizer, and the facts that the cache needs about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridkv.models.reader import open_config, read_config
 from hybridkv.spec import DType, ModelSpec
 
 _NO_LIMIT = 1 << 20
-"""Tokens of a request on models without positions; the cache's memory is what limits them."""
+"""Most tokens of a request on models without positions. The cache's memory is the real limit."""
 
 _COMPUTES_IN = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
@@ -33,7 +33,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Ready to run."""
+    """A model that is ready to run."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer | None
@@ -43,10 +43,10 @@ class LoadedModel:
     max_model_len: int
     eos_ids: frozenset[int]
     identity: str
-    """A digest of the weights, if it was asked for; else empty."""
+    """Digest of the weights and configuration; empty if it was not requested."""
 
     def compute(self) -> Compute:
-        """What its tokens cost to compute."""
+        """The cost of computing its tokens."""
         return read_compute(_as_loaded(self.model), name=self.spec.name)
 
 
@@ -62,9 +62,9 @@ def load(
     with_identity: bool = False,
     is_alone: bool = False,
 ) -> LoadedModel:
-    """A checkpoint's directory, or a model that is in memory already; its attention then belongs to the engine.
+    """Load a checkpoint's directory, or take over a model in memory: only the engine can use its attention afterwards.
 
-    `is_alone`: it will compute one sample at a time.
+    `is_alone`: the engine runs one sample at a time.
     """
     where = choose_device(device)
     kv_type, state_type = _cache_dtype("kv_cache_dtype", kv_cache_dtype), _cache_dtype("state_dtype", state_dtype)
@@ -120,7 +120,7 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def _check_path(model: str | Path) -> None:
-    """Refuse what cannot be a model at once: transformers would ask the hub for it, again and again."""
+    """Refuse a path that cannot be a model at once: transformers would query the hub for it repeatedly."""
     way_out = "name a directory that a transformers model was saved to"
     if not isinstance(model, (str, Path)):
         raise ConfigError(f"a model of type {type(model).__name__}: {way_out}, or pass such a model")
@@ -164,7 +164,7 @@ def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: boo
             dtype=wanted,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and refused below
+            ignore_mismatched_sizes=True,  # the report lists them; they are refused below
         )
     except HybridKVError:
         raise
@@ -180,7 +180,7 @@ def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: boo
             f"cannot load {path!r}: {len(mismatched)} weights do not fit its config.json, such as {name} of "
             f"{list(found)} instead of {list(expected)}; get both from one place"
         )
-    if missing:  # transformers fills them with random numbers and goes on
+    if missing:  # transformers would fill them with random numbers and continue
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
 
@@ -190,7 +190,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damaged(path: str) -> str:
-    """The file that cannot be read: the error does not say."""
+    """Find the file that cannot be read: the error does not name it."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -201,14 +201,17 @@ def _damaged(path: str) -> str:
 
 
 def _max_model_len(text: PretrainedConfig) -> int:
-    """Tokens that the model has positions for.
+    """Number of tokens that the model has positions for.
 
-    "longrope" turns all keys of a request by other angles once it is longer than the original length. Those in a cache
-    do not turn again, so requests end there.
+    "longrope" rotates all keys of a request by different angles once it exceeds the original length. Cached keys cannot
+    be rotated again, so requests end at the original length.
     """
     limits = [getattr(text, "max_position_embeddings", None) or _NO_LIMIT]
     stated = getattr(text, "rope_parameters", None) or {}
-    for rope in [stated, *(one for one in stated.values() if isinstance(one, dict))]:  # one for all, or by layer type
+    for rope in [
+        stated,
+        *(one for one in stated.values() if isinstance(one, dict)),
+    ]:  # one entry for all layers, or one for each layer type
         if rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return int(min(limits))
@@ -219,7 +222,7 @@ def _check_config(config: PretrainedConfig, name: str) -> None:
 
 
 def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:
-    """The config, with the dtype that the weights really have."""
+    """The config, with the actual dtype of the weights."""
     config = _plain(model.config.to_dict())
     dtype = str(model.dtype).removeprefix("torch.")
     config["dtype"] = dtype
@@ -229,7 +232,7 @@ def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without torch's own types."""
+    """The config with torch dtypes as strings."""
     return {
         key: _plain(value) if isinstance(value, dict) else str(value) if isinstance(value, torch.dtype) else value
         for key, value in config.items()
@@ -237,7 +240,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tokenizer(tokenizer: str | Path | Any | None) -> None:
-    """Refuse what cannot be a tokenizer before a model is loaded."""
+    """Refuse a bad `tokenizer` argument before the model is loaded."""
     if isinstance(tokenizer, (str, Path)):
         if not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
             raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
@@ -258,7 +261,7 @@ def _tokenizer(tokenizer: str | Path | Any | None, trust_remote_code: bool, must
                 f"cannot load the tokenizer {str(tokenizer)!r}: {_first_line(error)}; {way_out}"
             ) from error
         return None  # token ids in, token ids out
-    if len(found) <= len(set(found.all_special_ids)):  # what transformers makes of a directory without one
+    if len(found) <= len(set(found.all_special_ids)):  # transformers' result for a directory without a tokenizer
         if must_exist:
             raise ConfigError(f"{str(tokenizer)!r} has no vocabulary: name a directory a tokenizer was saved to")
         return None

@@ -1,4 +1,4 @@
-"""Which models the engine runs. Unknown ones are refused: a model that is served wrong looks like one that is right."""
+"""Model types that the engine runs. Unknown ones are refused: wrong output would not be noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of this process: without them computing takes much longer, and long prompts cannot be loaded."""
+"""Process settings. Without them computing is much slower, and long prompts cannot be loaded."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEEP_BYTES = 1 << 30
 _MMAP_BYTES = 32 << 20
-"""The most that glibc accepts; larger tensors are mapped, and so are zero without being touched."""
+"""The maximum that glibc accepts. Larger tensors are mapped, so they are zero without being written."""
 
 _MANY_FILES = 1 << 16
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep what tensors leave: memory fresh from the system faults on every page.
+    """Make glibc's malloc keep freed memory, to avoid page faults.
 
-    Every step allocates the same tensors. By default their memory goes back to the system in between, and taking the
-    page faults of a few MiB costs as much as a matrix product that fills them.
+    Every step allocates the same tensors. By default their memory is returned to the system in between, and the page
+    faults of a few MiB take as long as a matrix product that fills them.
     """
     if not sys.platform.startswith("linux"):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another libc, or a malloc of somebody's choice
+    except (AttributeError, OSError):  # another libc, or another malloc
         return
     mallopt(_M_ARENA_MAX, 1)
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
@@ -45,16 +45,16 @@ def allow_many_files() -> None:
 
 
 def flush_denormals() -> None:
-    """On this thread, and those that torch starts from it: numbers below 1e-38 count as zero.
+    """Treat numbers below 1e-38 as zero, on this thread and on the threads that torch starts from it.
 
-    States that decay are full of them, and products of such numbers took a CPU twenty times as long.
+    Decaying states contain many denormals, and products with them took a CPU twenty times as long.
     """
     torch.set_flush_denormal(True)
 
 
 def plan_no_attention() -> None:
-    """Keep cuDNN's attention out: it makes a plan for every new length of keys, and decoding has one in every step.
+    """Disable cuDNN's attention: it builds a plan for every new key length, so for every decode step.
 
-    On an H200 that was 60 ms of a step of 105 (16 layers, 16 requests). Torch's other kernels make none.
+    On an H200 that took 60 ms of a 105 ms step (16 layers, 16 requests). Torch's other kernels build no plans.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

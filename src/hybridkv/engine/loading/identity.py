@@ -1,6 +1,7 @@
-"""What a model is, in a few digits: equal for equal weights and configuration, wherever they were loaded from.
+"""Identity and name of a model.
 
-And what people call it, which no digest covers.
+The identity is a digest: equal for equal weights and configuration, wherever they were loaded from. It does not cover
+the name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 _NOT_THE_MODEL = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype")
-"""Fields of a configuration that change nothing about what is computed. Weights have dtypes of their own."""
+"""Configuration fields that do not affect the computation. The digest has the dtype of each weight."""
 
 
 def model_identity(model: PreTrainedModel) -> str:
@@ -29,13 +30,13 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def model_name(model: PreTrainedModel, path: str | Path | None) -> str:
-    """Its directory's name; for a model that is in memory the one its config names, or else its class's."""
+    """The name of the model's directory. For a model in memory: the name in its config, or else its class name."""
     where = str(path or model.config.name_or_path or "")
     return _directory_name(Path(os.path.abspath(where))) if where else type(model).__name__
 
 
 def _directory_name(path: Path) -> str:
-    """A hub's cache calls directories by digests: models--OWNER--NAME/snapshots/DIGEST."""
+    """The directory's name, or OWNER/NAME for a hub cache path: models--OWNER--NAME/snapshots/DIGEST."""
     owner = path.parent.parent.name
     if path.parent.name == "snapshots" and owner.startswith("models--"):
         return owner.removeprefix("models--").replace("--", "/")

@@ -1,9 +1,8 @@
-"""Weights of a CPU model in the layout its matrix units compute with.
+"""Packs the weights of a CPU model into the layout of the CPU's matrix units, once.
 
-Plain bfloat16 weights are brought into that layout in every call: when few tokens are computed, as in decoding, that
-takes as long as the product itself. Float32 weights are left to BLAS, and the one of ARM builds, OpenBLAS, computes 2
-tokens in the time of 8. Here weights are brought into their layout once. Only for models that the engine loaded itself:
-their plain weights are let go.
+Plain bfloat16 weights are reordered into that layout in every call. With few tokens, as in decode, that takes as long
+as the product itself. Plain float32 products use BLAS, and OpenBLAS, which ARM builds have, takes as long for 2 tokens
+as for 8. Only models that the engine loaded itself are packed: their plain weights are freed.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from transformers import PreTrainedModel
 from hybridkv.engine.seams.ops import operation
 
 _TYPICAL_TOKENS = 16
-"""A layout suits a number of rows best; others work, too. Few rows have most to gain."""
+"""Number of rows that the layout is optimized for. Other numbers work, too; small ones gain most."""
 
 _READ_ELSEWHERE = frozenset({"dt_proj"})
-"""Linear layers whose weights some mixer multiplies with by itself."""
+"""Linear layers whose weights some mixer reads directly."""
 
 _COPY_SHARE = 8
-"""A head that shares its weight with the embedding gets a copy, if that is at most one part in so many of the model."""
+"""A head that shares its weight with the embedding gets a packed copy if that is at most 1/8 of the model's size."""
 
 _NUMBERS = itertools.count()
 _EXPERTS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""By number: operations take tensors, not modules, and a hundred weights are too many to pass."""
+"""Experts by number: operations take tensors, not modules, and a hundred weights are too many to pass."""
 
 
 def can_pack(model: PreTrainedModel, *, is_alone: bool = False) -> bool:
-    """Whether there is anything to gain. `is_alone`: tokens are decoded one at a time, never several together."""
+    """Whether packing makes the model faster. `is_alone`: decode steps have a single token."""
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if model.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    # A single token is a product with a vector, which OpenBLAS does at the speed of memory and better than oneDNN.
+    # A single token is a matrix-vector product. OpenBLAS runs it at memory bandwidth, faster than oneDNN.
     return model.dtype == torch.float32 and platform.machine() == "aarch64" and not is_alone
 
 
@@ -49,17 +48,17 @@ def pack_weights(model: PreTrainedModel) -> None:
     """Pack linear layers and experts in place. The model can still be run, but no longer be saved."""
     limit = sum(parameter.nbytes for parameter in model.parameters()) // _COPY_SHARE
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    too_large = {id(weight) for weight in embeddings if weight.nbytes > limit}  # they are read row by row as well
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # by weight: layers that share a block share its weights
+    too_large = {id(weight) for weight in embeddings if weight.nbytes > limit}  # lookups need the plain weight, too
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # by weight: layers may share weights
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear and name not in _READ_ELSEWHERE and id(child.weight) not in too_large:
                 places.setdefault(id(child.weight), []).append((parent, name))
-    for sharing in places.values():  # each plain weight is let go before the next is packed
+    for sharing in places.values():  # each plain weight is freed before the next is packed
         packed = _pack(getattr(*sharing[0]).weight)
         for parent, name in sharing:
             setattr(parent, name, PackedLinear(getattr(parent, name), packed))
-    if model.dtype == torch.bfloat16:  # experts see a token or two at a time, for which plain float32 is better
+    if model.dtype == torch.bfloat16:  # experts get a token or two, for which plain float32 is faster
         for module in model.modules():
             if _are_plain_experts(module):
                 _pack_experts(module)
@@ -75,13 +74,13 @@ def _pack_experts(experts: Any) -> None:
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
-    """A linear layer whose weight only its own product can read."""
+    """A linear layer with a packed weight, which only `_product` can read."""
 
     def __init__(self, linear: nn.Linear, packed: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.packed = _pack(linear.weight) if packed is None else packed
-        self.weight = linear.weight.detach().new_empty(0)  # some models ask for its dtype
+        self.weight = linear.weight.detach().new_empty(0)  # some models read its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(x, self.packed, self.bias)
@@ -114,7 +113,7 @@ def _are_plain_experts(module: Any) -> bool:
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert on its own tokens, one after the other; what is not a product is done for all of them at once.
+    """Run the experts one after another, each on its own tokens. All but the products is done for all at once.
 
     hidden_states: [N, D], top_k_*: [N, K] -> [N, D]
     """
@@ -132,7 +131,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _each(rows: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The first rows times the first weight, the next ones times the next: `counts` says how many."""
+    """Multiply consecutive groups of rows with one weight each. `counts`: number of rows in each group."""
     parts = zip(rows.split(counts), weights, counts, strict=True)
     return torch.cat([_product(part, weight) for part, weight, count in parts if count])
 

@@ -1,1 +1,1 @@
-"""Logits into tokens."""
+"""Sampling: logits to tokens."""

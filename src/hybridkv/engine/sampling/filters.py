@@ -1,8 +1,8 @@
-"""Which tokens may be drawn: min-p, top-k, top-p, with a value of its own for every row. Tensors only, no requests.
+"""Token filters: min-p, top-k and top-p, with parameters for each row. Works on tensors and knows no requests.
 
-In this order, as vLLM has it: min-p looks at the whole distribution, top-k at what min-p left, top-p at what top-k
-left, made a distribution again. A filter is a threshold: tokens exactly as likely as the last one kept are kept too, so
-that the result does not hang on the order in which a sort leaves equals.
+The order is vLLM's: min-p on the whole distribution, top-k on the tokens that min-p keeps, top-p on the renormalized
+distribution of the tokens that top-k keeps. A filter is a threshold: tokens exactly as likely as the last kept one are
+kept, too, so that the result does not depend on how a sort orders ties.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from hybridkv.engine.sampling.params import SamplingParams
 
 
 def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores with minus infinity for every token that a filter of its row removes. Changes `scores`.
+    """Set the scores of filtered tokens to minus infinity, in place. Scores are logits divided by temperature.
 
-    The filters are those of `params`, one for each row; scores are logits over temperature. What is removed from a row
-    does not depend on the others.
+    `params`: one for each row. The result of a row does not depend on other rows.
     """
     # scores: [S, V]
     if any(p.min_p > 0 for p in params):
@@ -61,7 +60,7 @@ def thresholds(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> 
     limit = torch.tensor([k or head.shape[1] for k in top_k]).to(device)
     head = head.masked_fill(ranks >= limit[:, None], -torch.inf)
     log_head = head.logsumexp(dim=-1)
-    if log_total is not None:  # without top-k, the head is not all there is
+    if log_total is not None:  # without top-k, the head is not the whole distribution
         log_head = torch.where(torch.tensor([k > 0 for k in top_k]).to(device), log_head, log_total)
     shares = (head - log_head[:, None]).exp()
     before = shares.cumsum(dim=-1) - shares  # probability of the tokens that are likelier
@@ -72,10 +71,10 @@ def thresholds(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> 
 
 
 def _widest_nucleus(scores: Tensor, log_total: Tensor, nucleus: Tensor, top_k: Sequence[int]) -> int:
-    """How many tokens top-p can keep at most, in the rows that have no top-k.
+    """Upper bound on the number of tokens that top-p keeps, over the rows without top-k.
 
-    Tokens less likely than (1 - p) / V have less than 1 - p together: none of them is in the nucleus. Half of that, for
-    rounding. Few are left, and the price is one wait for the device.
+    Tokens less likely than (1 - p) / V sum to less than 1 - p, so none is in the nucleus. Half of that threshold
+    is used to allow for rounding. Few tokens remain; the cost is one synchronization with the device.
     """
     rare = ((1 - nucleus) / (2 * scores.shape[1])).log() + log_total  # [S]
     counts = (scores >= rare[:, None]).sum(dim=-1)

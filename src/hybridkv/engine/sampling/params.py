@@ -1,4 +1,4 @@
-"""What a request may say about how its tokens are chosen and when it ends. Pure data: no torch, no model, no tokenizer.
+"""Sampling parameters of a request: how tokens are chosen and when it ends. No torch, no model, no tokenizer.
 
 Names and meanings are those of vLLM and OpenAI.
 """
@@ -30,35 +30,35 @@ _NUMBERS = (int, float, np.integer, np.floating)
 @refuses_old_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. Checked when made: one `RequestError` for the first thing that is wrong."""
+    """Sampling parameters of one request. The constructor raises `RequestError` for the first bad value."""
 
     max_tokens: int | None = 128
-    """Tokens at most; None: until the model's limit."""
+    """Most tokens of the reply; None: up to the model's limit."""
     min_tokens: int = 0
-    """Before so many tokens nothing ends the reply but `max_tokens`."""
+    """Before this number of tokens only `max_tokens` can end the reply."""
     temperature: float = 1.0
     """0: always the likeliest token."""
     top_k: int = 0
     """Only the k likeliest tokens; 0 or -1: all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that make up p of the probability."""
+    """Only the likeliest tokens whose probabilities add up to top_p."""
     min_p: float = 0.0
     """Only tokens at least min_p times as likely as the likeliest."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token of the output."""
+    """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of every token of the output, as often as it is there."""
+    """Subtracted from the logit of every token in the output, once for each occurrence."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of every token of the prompt and the output."""
+    """For every token in the prompt or output: divides a positive logit, multiplies a negative one."""
     seed: int | None = None
     n: int = 1
-    """Replies to the same prompt."""
+    """Number of replies to the same prompt."""
     stop: str | Sequence[str] = ()
-    """Texts that end the reply; a tuple once made."""
+    """Texts that end the reply; stored as a tuple."""
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: none; k: of the chosen token and of the k likeliest."""
+    """None: no logprobs; k: logprobs of the chosen token and of the k likeliest tokens."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens."""
     include_stop_str_in_output: bool = False
@@ -82,16 +82,16 @@ class SamplingParams:
 
     @property
     def needs_penalties(self) -> bool:
-        """Some logits depend on the tokens so far."""
+        """Whether some logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """`stop`, by the type it has once made."""
+        """`stop`, typed as the tuple that the constructor makes of it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end a reply of a model with these ends of sequence."""
+        """The token ids that end a reply, given the model's EOS ids."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -155,7 +155,7 @@ def _checked_bias(bias: object) -> dict[int, float]:
 
 
 def _listed(name: str, values: object) -> tuple[object, ...]:
-    """None, the default elsewhere, is none."""
+    """The values as a tuple. None, the default in other APIs, gives an empty one."""
     if values is None:
         return ()
     if isinstance(values, (bytes, str)) or not isinstance(values, Iterable):
@@ -169,13 +169,13 @@ def _check_int(name: str, value: object, low: int, high: int, hint: str = "", *,
 
 
 def _check_number(name: str, value: object, low: float, high: float, hint: str = "", *, called: str = "") -> None:
-    # NaN is not between any two numbers.
+    # NaN fails the range check.
     if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not low <= value <= high:
         raise _refuse(name, value, f"pass a number from {low} to {high}{hint and ', ' + hint}", called=called)
 
 
 def _refuse(name: str, value: object, way_out: str, *, called: str = "") -> RequestError:
-    """`called`: what of the parameter is wrong, if not the whole."""
+    """`called`: the part of the parameter that is wrong, if not all of it."""
     # Python refuses to print very long numbers.
     shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return RequestError(f"{called or name} is {shown if len(shown) <= 80 else shown[:80] + '...'}: {way_out}", name)

@@ -1,13 +1,13 @@
-"""Logits into tokens, for a batch of rows that each have their own parameters. No scheduler, no text, no pages.
+"""Samples tokens from logits, for a batch of rows with parameters of their own. Knows no scheduler, text or pages.
 
     logits ─► penalties ─► bias, early ends banned ─► greedy: argmax
                                                   └─► temperature ─► min-p, top-k, top-p ─► draw
-    logits ─► log_softmax ─► logprobs: of the model's distribution, before anything above
+    logits ─► log_softmax ─► logprobs: of the model's distribution, before all of the above
 
-A draw is a race: every token gets an exponential random number, the largest p / Exp(1) wins. Scores are only compared,
-no probabilities are added up: a row's draw does not depend on the other rows. The random numbers of a seeded row come
-from a generator that is seeded for every token (see `SamplingState.draw_seed`); the same seed gives the same numbers on
-the same kind of device, not on another kind. Rows without a seed share one generator.
+A draw is an exponential race: every token gets an exponential random number, and the largest p / Exp(1) wins. Scores
+are only compared and probabilities are never summed, so a row's draw does not depend on other rows. The generator of a
+seeded row is seeded for every token (see `SamplingState.draw_seed`). The same seed gives the same numbers on the same
+kind of device only. Rows without a seed share one generator.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ FINEST = 2**-25
 
 
 class TokenLogprobs(NamedTuple):
-    """Of the model's own distribution."""
+    """Logprobs at one position, from the model's distribution before any adjustment."""
 
     chosen: float
     top: dict[int, float]
-    """The likeliest tokens, best first, as many as were asked for."""
+    """The requested number of likeliest tokens, best first."""
 
 
 class Sampled(NamedTuple):
-    """What became of one row."""
+    """The result of one row."""
 
     token: int
-    """-1 with an error."""
+    """-1 if there is an error."""
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    """Why there is no token: this row failed, the others did not."""
+    """Why this row has no token. Other rows are not affected."""
 
 
 class Sampler:
-    """Samples on one device. Keeps nothing about rows between calls."""
+    """Samples on one device. Keeps no state of rows between calls."""
 
     def __init__(self, device: torch.device | str = "cpu", seed: int | None = None) -> None:
         self.device = torch.device(device)
@@ -78,7 +78,7 @@ class Sampler:
         # scores: [S, V] -> [S]
         params = [row.params for row in rows]
         temperature = torch.tensor([p.temperature for p in params], dtype=scores.dtype).to(scores.device)
-        # The largest becomes 0, so that a small temperature costs no precision.
+        # Shift the maximum to 0, so that a small temperature costs no precision.
         scores -= scores.amax(dim=-1, keepdim=True)
         scores /= temperature[:, None]
         scores = keep_likely(scores, params)
@@ -88,12 +88,12 @@ class Sampler:
     def _noise(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         """Exponential random numbers, one for each token of each row.
 
-        Made of uniform ones: on a CPU `exponential_` takes seven times as long. Neither 0 nor infinity may come out:
-        they would win or lose against everything, tokens that were filtered out included.
+        They are made from uniform numbers: on a CPU `exponential_` takes seven times as long. The result must be
+        neither 0 nor infinite: such a token would win or lose against all others, even against filtered ones.
         """
         noise = torch.empty_like(scores)
         seeds = [row.draw_seed() for row in rows]
-        if None in seeds:  # all at once: seeded rows are drawn over
+        if None in seeds:  # fill all rows at once; seeded rows are overwritten below
             noise.uniform_(generator=self._shared)
         for index, seed in enumerate(seeds):
             if seed is not None:
@@ -102,14 +102,14 @@ class Sampler:
 
 
 def _best(scores: Tensor) -> Tensor:
-    """The argmax of each row, -1 where the maximum is no number: NaN wins over everything, and so does infinity."""
+    """The argmax of each row; -1 where the maximum is NaN or infinite."""
     # scores: [R, V] -> [R]
     values, tokens = scores.max(dim=-1)
     return tokens.masked_fill_(~values.isfinite(), -1)
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
-    """A float32 copy with penalties and biases. Only the tokens concerned are touched."""
+    """A float32 copy of the logits with penalties and biases applied. Other tokens are not touched."""
     # logits: [R, V] -> [R, V]
     scores = logits.to(torch.float32, copy=True)
     penalised = [index for index, row in enumerate(rows) if row.params.needs_penalties]
@@ -129,7 +129,7 @@ def _penalise(scores: Tensor, at: Sequence[int], rows: Sequence[SamplingState]) 
     counts = np.concatenate([row.counts for row in rows])
     p = [row.params for row in rows]
     repetition = np.repeat(np.array([x.repetition_penalty for x in p], dtype=np.float32), lengths)
-    # Presence and frequency are of the output: a token of the prompt alone has a count of 0.
+    # Presence and frequency penalties apply to the output: a token that is only in the prompt has a count of 0.
     presence = np.repeat([x.presence_penalty for x in p], lengths) * (counts > 0)
     frequency = np.repeat([x.frequency_penalty for x in p], lengths) * counts
     packed = np.stack((repetition, (presence + frequency).astype(np.float32)))[:, inside]
@@ -139,7 +139,7 @@ def _penalise(scores: Tensor, at: Sequence[int], rows: Sequence[SamplingState]) 
 
 
 def _places(rows: np.ndarray, tokens: np.ndarray, scores: Tensor) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
-    """(row, token) as an index into scores, and which of them are inside: prompts may hold ids that have no logit."""
+    """An index of (row, token) pairs into scores, and a mask of valid pairs: prompts may have ids without a logit."""
     inside = tokens < scores.shape[1]
     packed = torch.from_numpy(np.stack((rows, tokens))[:, inside]).to(scores.device)
     return (packed[0], packed[1]), inside
@@ -162,7 +162,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> 
 
 
 def _results(tokens: Tensor, logits: Tensor, logprobs: dict[int, TokenLogprobs]) -> list[Sampled]:
-    """The batch on the host: for rows that asked for no logprobs, this is the one transfer."""
+    """Results on the host. For rows without logprobs this is the only transfer from the device."""
     return [
         Sampled(token, logprobs.get(index)) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
         for index, token in enumerate(tokens.tolist())

@@ -1,7 +1,7 @@
-"""What one running sequence needs between steps in order to be sampled. Host memory only: no torch.
+"""Sampling state of one sequence, kept between steps. Host memory only: no torch.
 
-Nothing here changes while a step runs: a step that fails, or a request that is preempted, leaves no trace. The engine
-calls `append` when a token has become part of the output.
+Nothing here changes while a step runs, so a failed step or a preemption needs no rollback. The engine calls `append`
+when a token has become part of the output.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hybridkv.engine.sampling.params import SamplingParams
 
 
 class SamplingState:
-    """One sequence: its parameters, its output, and the tokens that its penalties look at.
+    """Parameters and output of one sequence, and the tokens that its penalties apply to.
 
-    ends: the tokens that end it, banned until `min_tokens` are there.
-    sibling: which of the `n` replies to one prompt this is.
-    output: what it has said already, if it was running before.
+    ends: token ids that end the sequence; banned until it has `min_tokens`.
+    sibling: index among the `n` replies to one prompt.
+    output: tokens it has sampled already.
     """
 
     __slots__ = ("_at", "_counts", "_seen", "ends", "output", "params", "sibling")
@@ -39,7 +39,7 @@ class SamplingState:
         self.ends = frozenset(ends)
         self.sibling = sibling
         self.output: list[int] = []
-        # Only the repetition penalty looks at the prompt.
+        # Only the repetition penalty applies to the prompt.
         seen = np.asarray(prompt if params.repetition_penalty != 1 else (), dtype=np.int64)
         self._seen: npt.NDArray[np.int64] = np.unique(seen)
         self._counts: npt.NDArray[np.float32] = np.zeros(len(self._seen), dtype=np.float32)
@@ -48,12 +48,12 @@ class SamplingState:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """A token became part of the output."""
+        """Add a token to the output."""
         self.output.append(token)
         if not self.params.needs_penalties:
             return
         at = self._at.setdefault(token, len(self._at))
-        if at == len(self._seen):  # room for as many again: appending costs O(1) on average
+        if at == len(self._seen):  # double the capacity: appending costs O(1) on average
             self._seen = np.concatenate((self._seen, np.zeros(at + 16, dtype=np.int64)))
             self._counts = np.concatenate((self._counts, np.zeros(at + 16, dtype=np.float32)))
         self._seen[at] = token
@@ -65,31 +65,31 @@ class SamplingState:
 
     @property
     def plain_greedy(self) -> bool:
-        """Its next token is the argmax of the logits as they are."""
+        """Whether its next token is the argmax of the unchanged logits, without logprobs."""
         params = self.params
         return params.greedy and params.logprobs is None and not params.needs_penalties and not self.edits()
 
     @property
     def seen(self) -> npt.NDArray[np.int64]:
-        """The tokens that penalties look at, each once."""
+        """The distinct tokens that penalties apply to."""
         return self._seen[: len(self._at)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `seen` is in the output: 0 for those that are in the prompt only."""
+        """Count of each token of `seen` in the output; 0 if it is only in the prompt."""
         return self._counts[: len(self._at)]
 
     def edits(self) -> Mapping[int, float]:
-        """What is added to logits at this position: the bias, and minus infinity for an end that comes too early."""
+        """Values added to logits at this position: `logit_bias`, and minus infinity for `ends` before `min_tokens`."""
         if len(self.output) >= self.params.min_tokens or not self.ends:
             return self.params.logit_bias
         return {**self.params.logit_bias, **dict.fromkeys(self.ends, -math.inf)}
 
     def draw_seed(self) -> int | None:
-        """The seed of the draw at this position, 64 bits; None: not seeded.
+        """The 64-bit seed of the draw at this position; None if the request has no seed.
 
-        It depends on the request's seed, the sibling and the index of the token, on nothing else: whoever else is in
-        the batch and however often the request was preempted, it draws the same numbers at the same place.
+        It depends only on the request's seed, the sibling and the index of the token. The other requests of the batch
+        and preemptions do not change the draw.
         """
         if self.params.seed is None:
             return None

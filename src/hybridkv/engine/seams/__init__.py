@@ -1,7 +1,7 @@
-"""Where our paged memory meets stock transformers models: a cache, an attention function, and conv and scan functions.
+"""Connects paged memory to stock transformers models: a cache, an attention function, and conv and scan functions.
 
-No model code is copied or changed. Everything here that names something of transformers is pinned by a test, so that an
-upgrade which moves it fails loudly.
+No model code is copied or changed. Every name of transformers that is used here is checked by a test, so that an
+upgrade that moves it fails loudly.
 """
 
 from hybridkv.engine.seams.frame import Frame, active

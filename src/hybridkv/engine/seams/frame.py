@@ -1,4 +1,4 @@
-"""One packed step on its way through a model: what the seams need and the model's signatures do not carry."""
+"""Context of one packed step in a model: data that the seams need and the model's signatures do not pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hybridkv.memory import LayerMemory, Memory
 
 
 class Frame:
-    """Tables of one step, and the layer it has come to."""
+    """Tables of one step, and the layer that is running."""
 
     __slots__ = ("attention_layer", "memory", "positions", "shifts", "state_layer", "tables")
 
     def __init__(self, memory: Memory, positions: torch.Tensor, shifts: torch.Tensor, tables: Tables) -> None:
         self.memory = memory
         self.positions = positions
-        """Of each packed token, in its own request."""
+        """Position of each packed token in its own request."""
         self.shifts = shifts
-        """The same less its place in the packed row."""
+        """Position of each packed token minus its index in the packed row."""
         self.tables = tables
         self.attention_layer = -1
         """The layer whose attention comes next."""
@@ -33,11 +33,11 @@ class Frame:
         """The layer whose convolution and scan come next."""
 
     def tokens(self, layer: LayerMemory) -> TokenTable:
-        """The table of a layer's tokens."""
+        """The token table of a layer."""
         return self.tables.tokens[layer.group]
 
     def segments(self, layer: LayerMemory) -> SegmentTable:
-        """The table of a layer's states: one for each page that states are cut into."""
+        """The segment table of a layer's states. A state that spans several pages has one table for each."""
         return self.tables.segments[StateKey(layer.group, layer.page)]
 
 
@@ -49,7 +49,7 @@ _active = _Active()
 
 
 def active() -> Frame | None:
-    """The step this thread is running, if any. Models that run beside an engine see none and stay stock."""
+    """The frame of the step that this thread is running, or None. Without one, models run their stock code."""
     return _active.frame
 
 
@@ -62,22 +62,22 @@ def current() -> Frame:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_running() -> bool:
-    """Whether this thread is running a step. A compiler asks once a graph."""
+    """Whether this thread is running a step. A compiler evaluates this once for each graph."""
     return _active.frame is not None
 
 
 def sees_layers() -> bool:
-    """False for a compiler: it is shown no layer's number, so that one graph serves all layers of a kind.
+    """False while compiling: layer numbers are hidden from the compiler, so that one graph serves all layers of a kind.
 
-    The frame has the number before the graph runs. Read a layer's number only behind this question: a compiler guards
-    on every number that it sees passed on.
+    The frame has the number before the graph runs. Read a layer's number only if this returns True: a compiler guards
+    on every number that it sees.
     """
     return not torch.compiler.is_dynamo_compiling()
 
 
 @contextmanager
 def running(frame: Frame) -> Iterator[Frame]:
-    """For the time of one forward pass."""
+    """Make `frame` active during one forward pass."""
     if _active.frame is not None:
         raise HybridKVError("a step was started inside another one on the same thread")
     _active.frame = frame

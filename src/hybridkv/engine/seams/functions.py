@@ -1,8 +1,8 @@
-"""Our attention, conv and scan functions in the shape in which transformers' models call theirs.
+"""Our attention, conv and scan functions, with the signatures of those in transformers' models.
 
-Models see one packed row: batch 1, all requests' tokens one after another. Each function drops the batch axis, puts
-tokens first, and calls an operation of `ops`, which runs at once or becomes part of a compiler's graph. States are
-written to pages by the kernels; the final state that models expect back is empty.
+Models see one packed row: batch 1, the tokens of all requests one after another. Each function drops the batch axis,
+moves tokens to the first axis, and calls an operation of `ops`, which runs at once or becomes part of a compiled graph.
+The kernels write states to pages; the final state that models expect back is empty.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Registered with transformers' AttentionInterface. What a query sees comes from the plan, not from arguments."""
+    """Registered with transformers' AttentionInterface. The plan decides which keys a query sees, not the arguments."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1)
-    # In some models later layers share keys and values of earlier ones.
+    # In some models later layers use the keys and values of earlier ones.
     source = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
     if source is None:
         out = ops.attend(rows, key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux, scale, softcap)
@@ -40,10 +40,10 @@ def attention(
 
 
 def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache's `update` with this step's keys and values, [1, heads, N, dim] -> what the model goes on with.
+    """A cache's `update`: this step's keys and values, [1, heads, N, dim] -> the keys and values that the model uses.
 
-    Attention writes plain ones to their pages and reads pages by itself: they are only passed through. Latents are
-    expanded by the model first, so those of every visible token come back, request after request.
+    Plain keys and values are passed through: attention writes and reads their pages itself. Latents are expanded by the
+    model before attention, so the latents of all visible tokens are returned, request after request.
     """
     if not ops.keeps_latents():
         return key, value
@@ -120,7 +120,7 @@ def mamba1(
 
 
 def lightning(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Lightning attention has no function of its own to stand in for: this is its whole mixer around our scan."""
+    """The whole mixer of Lightning attention with our scan: it calls no function that could be replaced."""
     if sees_layers():
         current().state_layer = mixer.layer_idx
     heads, dim = mixer.num_attention_heads, mixer.head_dim

@@ -1,10 +1,12 @@
-"""What seams do on pages, each as one operation: tokens first, no batch axis, the layer from the active frame.
+"""Operations of the seams on pages.
 
-A plain call runs an operation at once. A compiler does not look into it: it sees its schema, and a fake that makes
-results of the right shapes. Both are stated once, beside what runs.
+Tokens are the first axis, there is no batch axis, and the active frame has the layer.
 
-Operations change pages, which the compiler knows nothing of. Nothing goes wrong by that: every result is used, so none
-is left out, and what one of them reads of another's pages comes after it, since its own input does.
+A plain call runs an operation at once. A compiler sees only its schema, and a fake that makes results of the right
+shapes. Both are declared next to the implementation.
+
+Operations change pages, and the compiler does not know it. That is safe: every result is used, so no operation is
+removed, and an operation that reads pages of another runs after it, because its input depends on the other's result.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _LIBRARY = torch.library.Library("hybridkv", "DEF")
 
 
 def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function one operation for compilers. `fake`: contiguous results of the right shapes."""
+    """Register a function as one operation for compilers. `fake`: returns contiguous results of the right shapes."""
     name = schema.partition("(")[0]
 
     def define(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +56,7 @@ def _contiguous(result: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def keeps_latents() -> bool:
-    """Whether the layer's attention keeps what keys and values are made of. The same for all layers of a graph."""
+    """Whether the layer's attention caches latents instead of keys and values. The same for all layers of a graph."""
     frame = current()
     return isinstance(frame.memory.attention(frame.attention_layer).spec, LatentAttention)
 
@@ -66,7 +68,7 @@ def keeps_latents() -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """q: [N, Hq, D], k, v: this step's, [N, H, D], which are written first -> [N, Hq, Dv]
 
-    Latents are written already: k, v are those of every visible token, expanded, [K, H, D].
+    Latents are already written: k, v are then the expanded ones of all visible tokens, [K, H, D].
     """
     frame = current()
     layer = frame.memory.attention(frame.attention_layer)
@@ -79,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, 
 
 
 def attend_written(source: int, q: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """source: the layer whose pages are read, as they are. No operation: a graph carries no layer's number."""
+    """source: the layer whose pages are read. Not an operation, because graphs contain no layer numbers."""
     frame = current()
     layer = frame.memory.attention(source)
     keys, values = layer.parts.values()
@@ -95,7 +97,7 @@ def _latents_like(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation("keep_latents(Tensor key, Tensor value) -> (Tensor, Tensor)", _latents_like)
 def keep_latents(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This step's latents [N, 1, D] -> those of every visible token [K, 1, D], request after request."""
+    """This step's latents [N, 1, D] -> the latents of all visible tokens [K, 1, D], request after request."""
     frame = current()
     layer = frame.memory.attention(frame.attention_layer)
     table = frame.tokens(layer)

@@ -1,7 +1,7 @@
-"""Puts our functions in the place of those that transformers' modeling files define, once a process.
+"""Replaces functions of transformers' modeling files with ours, once a process.
 
-Each patched name still calls the stock function unless this thread is running an engine's step: other models of the
-same kind, in the same process, are not affected.
+Each patched name still calls the stock function unless this thread is running an engine's step, so other models of the
+same kind in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridkv.engine.seams.frame import is_running
 from hybridkv.errors import ConfigError
 
 ATTENTION = "hybridkv_paged"
-"""Our attention's name. Transformers builds no mask for a name it has no mask function for."""
+"""Name of our attention. It has no mask function, so transformers builds no mask for it."""
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -29,14 +29,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": functions.mamba2,
     "mamba_selective_scan": functions.mamba1,
 }
-"""Names at the top of modeling files. Their one-token siblings are never called: models are told there is no past."""
+"""Module-level names of modeling files. Their one-token variants are never called: models are told there is no past."""
 
 METHODS: dict[tuple[str, str], Callable[..., Any]] = {("MiniMaxLightningAttention", "forward"): functions.lightning}
-"""Methods of classes, where a mixer calls no function."""
+"""Methods of classes, for mixers that call no function."""
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Let a model run packed steps. It cannot be used outside an engine any more: its attention reads pages."""
+    """Make a model run packed steps. It can then only be used by an engine, because its attention reads pages."""
     AttentionInterface.register(ATTENTION, functions.attention)
     try:
         model.set_attn_implementation(ATTENTION)

@@ -1,7 +1,7 @@
-"""What a model believes to be its cache. It hands keys and values on to pages, and always denies having a past.
+"""The cache object that models get. It passes keys and values on to pages, and always reports that there is no past.
 
-Told that there is none, every mixer takes its one prefill branch, even for a single token, and calls the conv and scan
-functions that `functions` stands in for: those read and write the states' pages themselves.
+Without a past every mixer takes its prefill branch, even for a single token, and calls the conv and scan functions that
+`functions` replaces. Those read and write the pages of states themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridkv.engine.seams.frame import current, sees_layers
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """One for all steps: what it stands for is in the active frame."""
+    """One object for all steps: the data is in the active frame."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -49,5 +49,5 @@ class PagedCache(Cache):  # type: ignore[misc]
         return False
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Llama 4 adds this to 0, 1, 2 ... to scale queries by their positions: give it what makes that true."""
+        """Llama 4 adds this to 0, 1, 2 ... to get the positions it scales queries by: return the matching offsets."""
         return 0 if layer_idx is None else current().shifts

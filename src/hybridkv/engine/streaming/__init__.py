@@ -1,1 +1,1 @@
-"""Requests and stores."""
+"""Traffic between requests and stores: lookups, loads and dumps."""

@@ -1,4 +1,4 @@
-"""One sample's tables in the words of `stream`: which pages a load fills, which pages a step leaves."""
+"""Converts one sample's page tables to `PageRequest`: the pages a load fills, and the pages a step writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridkv.stream import PageRequest, Progress
 
 
 def load_request(tables: StepTables) -> PageRequest:
-    """The tokens that are loaded before the step computes the rest."""
+    """The tokens that the step loads before it computes the rest."""
     loaded = tables.loaded
     assert loaded is not None
     states = {group: {tables.start: pages} for group, pages in loaded.states.items()}
@@ -16,7 +16,7 @@ def load_request(tables: StepTables) -> PageRequest:
 
 
 def step_request(tables: StepTables) -> PageRequest:
-    """The tokens that the step computes, and the states it leaves."""
+    """The tokens that the step computes, and the states it writes."""
     states = {group: {one.end: one.dst for one in segments} for group, segments in tables.segments.items()}
     return PageRequest(tables.start, tables.end, tables.tables, states)
 

@@ -1,14 +1,15 @@
-"""Requests and stores: how much each request loads before it computes, what its steps leave, what a failed load means.
+"""Traffic between requests and stores: what a request loads, what its steps dump, and how failed loads are handled.
 
-A load is a step of its own, carried out by a store instead of the model (asynchronous), or the first part of a step
-that computes the rest, whose layers wait for their rows (layerwise):
+An asynchronous load is a step of its own that the store carries out instead of the model. A layerwise load is the first
+part of a step that computes the rest; each layer of that step waits for its rows.
 
-    auto        layerwise if nobody else would wait with it, or not for long; asynchronous otherwise
-    async       asynchronous always
-    layerwise   layerwise always
+    auto        layerwise if no other request would wait with it, or only briefly; asynchronous otherwise
+    async       always asynchronous
+    layerwise   always layerwise
 
-A load that fails, hangs or is aborted costs its request nothing but time: the request goes back to where it stood, or
-to the last block that came whole, and computes the rest. Its pages can be used again at once, also while a read hangs.
+A load that fails, hangs or is aborted costs its request only time. The request resumes from the last block that was
+loaded completely (or from its position before the load) and computes the rest. Its pages can be reused at once, even
+while a read hangs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from hybridkv.stream import DumpPoint, DumpRule, Load, Outgoing, StepTransfers, 
 
 STREAM_MODES = ("auto", "async", "layerwise")
 _LONG_WAIT_S = 2.0
-"""For a layerwise load while no other request runs. One may arrive, and would wait with it."""
+"""Longest predicted layerwise load while no other request runs. A request that arrives meanwhile waits with it."""
 _SHORT_WAIT_S = 0.005
-"""For a layerwise load that other requests wait with."""
+"""Longest predicted layerwise load while other requests run and wait with it."""
 
 
 def check_streaming(mode: str, load_timeout_s: float, *, has_store: bool) -> None:
@@ -45,7 +46,7 @@ def check_streaming(mode: str, load_timeout_s: float, *, has_store: bool) -> Non
 
 
 class Streaming:
-    """Between one scheduler's samples and one streamer."""
+    """Connects the samples of one scheduler with one streamer."""
 
     def __init__(self, streamer: Streamer, cache: Cache, mode: str = "auto") -> None:
         self.streamer = streamer
@@ -53,11 +54,11 @@ class Streaming:
         self._cache = cache
         self._rule = DumpRule(streamer.catalogue)
         self._loading: list[Sample] = []
-        """Samples whose load is a step of its own."""
+        """Samples with an asynchronous load."""
         self._step: StepTransfers | None = None
-        """From the first sample that is scheduled to load in it, or from `begin_step`, to `end_step`."""
+        """The current step's transfers. Set by the first layerwise load or by `begin_step`, cleared by `end_step`."""
         self._begun: Sequence[tuple[Sample, StepTables]] | None = None
-        """What `begin_step` was told of it."""
+        """The argument of `begin_step` for the current step."""
 
     @property
     def num_loading(self) -> int:
@@ -65,13 +66,13 @@ class Streaming:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is loaded: beside the present step, or for it."""
+        """Whether a load is in progress, asynchronous or in the current step."""
         return bool(self._loading or (self._step is not None and self._step.loads))
 
     # --- before a request starts --------------------------------------------------------------------------------------
 
     def is_ready(self, sample: Sample) -> bool:
-        """Whether it is known what the store has for a waiting sample. The first call asks the store."""
+        """Whether the store has answered the lookup for a waiting sample. The first call starts the lookup."""
         if sample.transfer is None:
             sample.transfer = self._ask(sample)
         transfer = sample.transfer
@@ -91,7 +92,7 @@ class Streaming:
         return Transfer(self.streamer.find(sample.keys(self.streamer), tokens, match.num_tokens, limit))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
-        """A sample has a lease now: begin to load, or note how far its first step loads."""
+        """Called when a sample gets a lease: start an asynchronous load, or note how far its first step loads."""
         transfer, lease = sample.transfer, sample.lease
         assert lease is not None
         if transfer is None or transfer.stage is not Stage.ASKED:
@@ -107,7 +108,7 @@ class Streaming:
             self._load_alone(sample, lease, transfer)
 
     def _is_layerwise(self, start: int, end: int, is_alone: bool) -> bool:
-        """Whether layers wait for rows. The whole batch waits with them, and so do requests that arrive meanwhile."""
+        """Whether to load layerwise. The whole batch waits for the load, and so do requests that arrive meanwhile."""
         if self.mode != "auto":
             return self.mode == "layerwise"
         seconds = self.streamer.mover.predicted_seconds(start, end)
@@ -131,9 +132,9 @@ class Streaming:
         return self.streamer.mover.load(request, sample.keys(self.streamer).at(ends, lease.tokens))
 
     def extend(self, sample: Sample, num_tokens: int) -> StepTables | None:
-        """A step of up to `num_tokens` computed tokens, after those that are loaded first.
+        """Tables for a step that first loads, then computes up to `num_tokens` tokens.
 
-        None: there is no room for both. It loads by itself then, or not at all if there is no room for that either.
+        None if there is no room for both. The sample then loads asynchronously, or not at all if that does not fit.
         """
         lease, transfer = sample.lease, sample.transfer
         assert lease is not None
@@ -152,7 +153,7 @@ class Streaming:
     # --- loads that are steps of their own ----------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Commit the loads that have come, have failed or are late."""
+        """Commit the asynchronous loads that have finished, failed or timed out."""
         for sample in list(self._loading):
             load = _load_of(sample)
             load.expire()
@@ -160,7 +161,7 @@ class Streaming:
                 self._end_load(sample)
 
     def abandon(self, sample: Sample) -> None:
-        """A sample has ended while its lease was in flight: end its load, so that the pages are free."""
+        """End the load of a sample that finished while its lease was in flight, so that its pages become free."""
         if sample in self._loading:
             _load_of(sample).give_up("aborted", RequestError("the request was aborted"))
             self._end_load(sample)
@@ -173,7 +174,7 @@ class Streaming:
         sample.transfer.end()
 
     def _commit(self, sample: Sample) -> None:
-        """Take what was loaded whole."""
+        """Commit the blocks that were loaded completely."""
         transfer = sample.transfer
         assert transfer is not None
         assert transfer.lease is not None
@@ -184,10 +185,10 @@ class Streaming:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduled: Sequence[tuple[Sample, StepTables]]) -> None:
-        """A step is about to run: collect what its layers leave.
+        """Prepare a step that is about to run: collect the dumps of its layers.
 
-        A second call with the same step changes nothing. A call with another one, although the first never ran,
-        discards what the first would have left, and counts it.
+        A second call with the same step changes nothing. A call with another step, when the first never ran, discards
+        the dumps of the first and counts them.
         """
         step = self._open_step()
         if scheduled == self._begun:
@@ -207,7 +208,7 @@ class Streaming:
         return self.streamer.mover.dump(step_request(tables), points, self._keys_at(points, sample, lease))
 
     def dump_reply(self, sample: Sample) -> None:
-        """A sample has ended by itself: store what its steps have left out."""
+        """Store what the steps of a normally finished sample did not dump."""
         lease = sample.lease
         if lease is None or lease.in_flight or lease.leaf.dead:
             return
@@ -227,29 +228,29 @@ class Streaming:
             self._step.after_layer(layer)
 
     def ran(self) -> None:
-        """All layers have run, or one has failed. A second call does nothing."""
+        """Called when all layers have run, or one has failed. A second call does nothing."""
         if self._step is not None and not self._step.has_run:
             self._step.finish()
             self.streamer.stats.wait_seconds += self._step.wait_seconds
             self.streamer.mover.settle()
 
     def has_failed(self, sample: Sample) -> bool:
-        """Whether what the step computed for a sample does not count, since its load has failed."""
+        """Whether the step's result for a sample is invalid because its layerwise load failed."""
         return self._is_in_step(sample) and _load_of(sample).failure is not None
 
     def discard(self, sample: Sample) -> None:
-        """Take back the step of a sample whose load has failed, but for the tokens that were loaded whole."""
+        """Roll back the step of a sample whose load failed. Tokens that were loaded completely are kept."""
         self._commit(sample)
 
     def judge(self, sample: Sample, counts: bool) -> None:
-        """What a sample's step has left is published, or not, when the step has been committed for everyone."""
+        """Decide whether `end_step` publishes the dumps of a sample's step."""
         assert self._step is not None
         if self._is_in_step(sample):
             sample.loaded(_load_of(sample).end)
         self._step.judge(sample, counts)
 
     def end_step(self) -> None:
-        """The step is over for everyone in it. A sample that was not judged has failed."""
+        """Called when the step is committed for all its samples. A sample that was not judged counts as failed."""
         step, self._step, self._begun = self._step, None, None
         if step is None:
             return
