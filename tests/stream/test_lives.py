@@ -556,7 +556,8 @@ def clean_life(family: str, lived: StreamDriver, below: Any) -> Any:
             driver.run()
     for length, seed in ((80, 0), (80, 1)):
         driver.cache.reset()
-        driver.add(f"filled {seed}", prompt(length, seed), GREEDY, breakpoints=sizes)
+        ends = [size for size in sizes if size <= length]
+        driver.add(f"filled {seed}", prompt(length, seed), GREEDY, breakpoints=ends)
         driver.run()
     driver.drain()
     driver.runner.close()
