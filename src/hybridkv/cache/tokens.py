@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +55,13 @@ class LookupKey(NamedTuple):
     """Groups of tapped layers that the request also needs."""
 
 
-def lookup_key(salt: str = "", extra_keys: Sequence[str] = (), taps: Sequence[str] = ()) -> LookupKey:
-    """Make a request's key. `salt`: its tenant. `extra_keys`: its adapter and media. `taps`: tapped layers by group."""
+def lookup_key(salt: object = "", extra_keys: Sequence[object] = (), taps: Sequence[str] = ()) -> LookupKey:
+    """Make a request's key. `salt`: its tenant. `extra_keys`: its adapter and media. `taps`: tapped layers by group.
+
+    Salt and extra keys are strings. They are objects here because compiled code would raise a TypeError before ours.
+    """
     try:
-        root = _root_key(salt, tuple(extra_keys))
+        root = _root_key(cast(str, salt), cast("tuple[str, ...]", tuple(extra_keys)))
     except (AttributeError, TypeError, UnicodeEncodeError):
         raise RequestError("a salt or an extra key that is no text: pass strings of whole characters") from None
     return LookupKey(root, tuple(taps))
