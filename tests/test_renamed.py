@@ -49,7 +49,7 @@ IN_BODIES = [(body, old) for body in BODIES for old, new in RENAMED.items() if n
 
 
 def test_every_rename_has_a_place() -> None:
-    """A new name that nothing has any more is a rename nobody can follow."""
+    """Every new name is one that some option still has: an error must not point to a name that is gone."""
     assert {old for _, old in (*IN_PYTHON, *IN_COMMANDS, *IN_BODIES)} == set(RENAMED)
     known = {*KEYS, *(name for flags in commands().values() for name in flags)}
     assert not {flag(old) for old in RENAMED} & known

@@ -181,7 +181,7 @@ class Moving:
             self._bytes(group, number, page)[:] = content(group, number, order.tokens, end)
 
     def _num_wrong(self, order: Order, layer: int) -> int:
-        """Of the rows that the layer sees from the end of what was loaded."""
+        """Count wrong rows among those that the layer sees from the end of the load."""
         assert order.load is not None
         rows = [
             row
