@@ -24,12 +24,14 @@ _LISTS: dict[str, list[str]] = {
     for name, text in _WORDS["lists"].items()
 }
 _LISTS["noun"] = [
-    row["x"] for row in _BY_NAME["category"].rows if row["x"].islower() and row["x"] not in _BY_NAME["legs"].without_article
+    row["x"]
+    for row in _BY_NAME["category"].rows
+    if row["x"].islower() and row["x"] not in _BY_NAME["legs"].without_article
 ]
 _LISTS["age"] = [str(age) for age in range(5, 99)]
 _UNKNOWN = Wordings.divide("unknown", _WORDS["unknown"]["ask"])
 _UNKNOWN_SAY: list[str] = _WORDS["unknown"]["say"]
-_SYLLABLES = "ba be bi bo bu da de di do du fa fe fi fo ga ge go ka ki ko la le li lo lu ma me mi mo mu na ne ni no pa pe pi po ra re ri ro ru sa se si so ta te ti to tu va ve vi vo wa we za ze zi zo zu".split()  # fmt: skip
+_SYLLABLES: list[str] = _LISTS.pop("syllable")
 _ENDINGS = ["", "n", "r", "l", "s", "x", "m", "k", "nd", "rt"]
 
 _AREAS = {"identity": 17, "hybridkv": 24, "talk": 17, "fact": 10, "table": 18, "unknown": 14}
@@ -169,7 +171,9 @@ class _Talk:
         elif area == "table":
             self._intent(self.rng.choice(_TABLES))
         elif area == "talk" and self.rng.random() < 0.45:
-            self._intent(_BY_NAME[f"talk.{self.rng.choice(['hello', 'how_are_you', 'story', 'interesting', 'joke', 'thanks'])}"])
+            self._intent(
+                _BY_NAME[f"talk.{self.rng.choice(['hello', 'how_are_you', 'story', 'interesting', 'joke', 'thanks'])}"]
+            )
         elif area == "identity" and self.rng.random() < 0.25:
             self._intent(_BY_NAME[f"identity.{self.rng.choice(['who', 'who', 'can_do', 'name'])}"])
         elif area == "hybridkv" and self.rng.random() < 0.1:
@@ -194,7 +198,8 @@ class _Talk:
                 row = {slot: value.lower() for slot, value in row.items()}
             self.known[fact.name] = (fact, row)
             parts.append(sentence(filled(template, row)) if template[0] != "{" else filled(template, row))
-            replies.append(sentence(filled(self.rng.choice(fact.ok), row)))
+            fits = fact.ok if len(told) == 1 else [text for text in fact.ok if "?" not in text]
+            replies.append(sentence(filled(self.rng.choice(fits), row)))
         self._turn(_joined(parts), [" ".join(replies)])
 
     def _ask(self) -> None:

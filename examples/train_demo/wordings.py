@@ -28,9 +28,21 @@ _CONTRACTIONS = {
 _SHORTEN = re.compile(rf"\b({'|'.join(_CONTRACTIONS)})(?= \w)")
 _LENGTHEN = {short.lower(): long.lower() for long, short in _CONTRACTIONS.items()}
 _IS_SHORT = re.compile(rf"\b({'|'.join(_LENGTHEN)})\b")
-_PREFIXES = ("hi, ", "hello, ", "hey, ", "please, ", "ok, ", "so, ", "um, ", "well, ", "hi! ", "hello! ", "quick question: ")
-_SUFFIXES = (" please", ", please", ", thanks", ", thank you")
-_PREFIX_KEY = re.compile(r"^(?:(?:hi|hello|hey|please|ok|so|um|well|quick question) )+(?=.)")
+_PREFIXES = (
+    "hi, ",
+    "hello, ",
+    "hey, ",
+    "please, ",
+    "ok, ",
+    "so, ",
+    "um, ",
+    "well, ",
+    "hi! ",
+    "hello! ",
+    "quick question: ",
+)
+_SUFFIXES = (" please?", ", please?", "? Thanks!", "? Thank you.")
+_PREFIX_KEY = re.compile(r"^(?:(?:hi|hello|hey|please|ok|so|um|well|quick question) )+(?=\S+ \S)")
 _SUFFIX_KEY = re.compile(r"(?: (?:please|thanks|thank you))+$")
 _ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{([aA] )?(\w+)\}(s?)")
@@ -76,7 +88,9 @@ class Intent:
         if not self.must:
             return re.compile("|".join(re.escape(answer) for answer in self.answers(row)))
         escaped = {slot: rf"\b{re.escape(value)}\b" for slot, value in row.items()}
-        return re.compile("".join(f"(?=.*(?:{filled(part, escaped)}))" for part in self.must), re.IGNORECASE | re.DOTALL)
+        return re.compile(
+            "".join(f"(?=.*(?:{filled(part, escaped)}))" for part in self.must), re.IGNORECASE | re.DOTALL
+        )
 
 
 def expanded(template: str) -> Iterator[str]:
@@ -90,8 +104,10 @@ def expanded(template: str) -> Iterator[str]:
 def key_of(text: str) -> str:
     """The same for all disguises of a wording: it decides what is held out."""
     key = _IS_SHORT.sub(lambda found: _LENGTHEN[found[0]], text.lower())
-    key = " ".join(re.sub(r"[^\w{} +*/=-]", "", key).split())
-    return _SUFFIX_KEY.sub("", _PREFIX_KEY.sub("", key)) or text
+    key = " ".join(re.sub(r"[^\w{} +*/=[-]", "", key).split())
+    key = _PREFIX_KEY.sub("", key)
+    short = _SUFFIX_KEY.sub("", key)
+    return (short if " " in short else key) or text
 
 
 def disguised(rng: random.Random, text: str) -> str:
@@ -102,7 +118,7 @@ def disguised(rng: random.Random, text: str) -> str:
         if rng.random() < 0.12:
             text = rng.choice(_PREFIXES) + text
         if rng.random() < 0.06:
-            text = f"{text[:-1]}{rng.choice(_SUFFIXES)}?"
+            text = text[:-1] + rng.choice(_SUFFIXES)
     if rng.random() < 0.03:
         text = _with_typo(rng, text)
     style = rng.random()
@@ -134,13 +150,32 @@ def _with_typo(rng: random.Random, text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    """With a capital first letter, unless it is a name that has none."""
+    return text if text.startswith("hybridkv") else text[0].upper() + text[1:]
 
 
-_ODD_PLURALS = {"mouse": "mice", "sheep": "sheep", "foot": "feet", "goose": "geese", "wolf": "wolves", "knife": "knives",
-                "shelf": "shelves", "deer": "deer", "fish": "fish", "police officer": "police officers", "octopus": "octopuses",
-                "potato": "potatoes", "mango": "mangoes", "salmon": "salmon", "trout": "trout", "cod": "cod", "person": "people",
-                "tooth": "teeth", "moose": "moose"}  # fmt: skip
+_ODD_PLURALS = dict(
+    pair.split("/")
+    for pair in [
+        "mouse/mice",
+        "sheep/sheep",
+        "foot/feet",
+        "goose/geese",
+        "wolf/wolves",
+        "knife/knives",
+        "shelf/shelves",
+        "deer/deer",
+        "fish/fish",
+        "potato/potatoes",
+        "mango/mangoes",
+        "salmon/salmon",
+        "trout/trout",
+        "cod/cod",
+        "person/people",
+        "tooth/teeth",
+        "moose/moose",
+    ]
+)
 
 
 def plural(word: str) -> str:
@@ -205,12 +240,35 @@ def load_tables() -> list[Intent]:
             rows = list(_with_wrong_values(rows, words["overlap"]))
         without_article = frozenset(bare - set(groups)) if name in ("category", "is", "is_not") else frozenset(bare)
         must = tuple(entry.get("must", ["{y}"]))
-        found.append(Intent(name, Wordings.divide(name, entry["ask"]), tuple(entry["say"]), must, tuple(rows), without_article))
+        found.append(
+            Intent(name, Wordings.divide(name, entry["ask"]), tuple(entry["say"]), must, tuple(rows), without_article)
+        )
     return found
 
 
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
-    "seventeen eighteen nineteen twenty"  # fmt: skip
+_NUMBER_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
 
 
 def _rows(entry: Mapping[str, Any]) -> Iterator[Row]:
@@ -218,10 +276,9 @@ def _rows(entry: Mapping[str, Any]) -> Iterator[Row]:
         for first, second in itertools.pairwise(chain.split()):
             yield {"x": first, "y": second}
     if "numbers" in entry:
-        names = _NUMBER_WORDS.split()
         for x, z in itertools.product(range(11), repeat=2):
             if entry["numbers"] == "words":
-                yield {"x": names[x], "z": names[z], "y": names[x + z]}
+                yield {"x": _NUMBER_WORDS[x], "z": _NUMBER_WORDS[z], "y": _NUMBER_WORDS[x + z]}
             elif entry["numbers"] != "-" or x >= z:
                 result = {"+": x + z, "-": x - z, "*": x * z}[entry["numbers"]]
                 yield {"x": str(x), "z": str(z), "y": str(result)}
