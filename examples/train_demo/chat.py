@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from wordings import Intent, Row, Wordings, filled, load_intents, load_tables, read, sentence
+from intents import Intent, load_intents, load_tables, read
+from wordings import Row, Wordings, filled, sentence
 
 Message = dict[str, str]
 

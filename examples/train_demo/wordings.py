@@ -1,7 +1,6 @@
-"""Wordings of chat.py: reads the TOML files beside it, expands templates, and writes them as different people would.
+"""Templates of questions and answers: expands them, fills their slots, and writes them as different people would.
 
-An intent has wordings and answers, both templates with slots, and rows of values for the slots. About a tenth of the
-wordings of each intent is held out: training never sees them, and evaluation asks nothing else.
+About a tenth of each set of wordings is held out: training never sees them, and evaluation asks nothing else.
 """
 
 from __future__ import annotations
@@ -9,12 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import tomllib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 HELD_OUT_SHARE = 0.1
 
@@ -66,33 +62,6 @@ class Wordings:
         return cls(tuple(by_key[key] for key in keys[cut:]), tuple(by_key[key] for key in keys[:cut]))
 
 
-@dataclass(frozen=True)
-class Intent:
-    """Something that users ask, and what the model answers. A plain intent has one row without values."""
-
-    name: str
-    ask: Wordings
-    say: tuple[str, ...]
-    must: tuple[str, ...]
-    rows: tuple[Row, ...]
-    without_article: frozenset[str] = frozenset()
-
-    def answers(self, row: Row) -> list[str]:
-        return [sentence(filled(text, row, self.without_article)) for text in self.say]
-
-    def question(self, template: str, row: Row) -> str:
-        return filled(template, row, self.without_article)
-
-    def pattern(self, row: Row) -> re.Pattern[str]:
-        """What a right answer matches."""
-        if not self.must:
-            return re.compile("|".join(re.escape(answer) for answer in self.answers(row)))
-        escaped = {slot: rf"\b{re.escape(value)}\b" for slot, value in row.items()}
-        return re.compile(
-            "".join(f"(?=.*(?:{filled(part, escaped)}))" for part in self.must), re.IGNORECASE | re.DOTALL
-        )
-
-
 def expanded(template: str) -> Iterator[str]:
     """All texts that "[a|b]" in a template stands for."""
     pieces = _ALTERNATIVES.split(template)
@@ -123,7 +92,7 @@ def disguised(rng: random.Random, text: str) -> str:
         text = _with_typo(rng, text)
     style = rng.random()
     text = _lowered(text) if style < 0.18 else sentence(text)
-    if text[-1] in ".?!" and len(text) > 3:
+    if text[-1] in ".?!" and len(text) > 2 and text[-2].isalnum():
         style = rng.random()
         if style < 0.18:
             text = text[:-1]
@@ -154,28 +123,11 @@ def sentence(text: str) -> str:
     return text if text.startswith("hybridkv") else text[0].upper() + text[1:]
 
 
-_ODD_PLURALS = dict(
-    pair.split("/")
-    for pair in [
-        "mouse/mice",
-        "sheep/sheep",
-        "foot/feet",
-        "goose/geese",
-        "wolf/wolves",
-        "knife/knives",
-        "shelf/shelves",
-        "deer/deer",
-        "fish/fish",
-        "potato/potatoes",
-        "mango/mangoes",
-        "salmon/salmon",
-        "trout/trout",
-        "cod/cod",
-        "person/people",
-        "tooth/teeth",
-        "moose/moose",
-    ]
-)
+_ODD_PLURALS = {
+    "mouse": "mice", "foot": "feet", "goose": "geese", "tooth": "teeth", "person": "people", "wolf": "wolves",
+    "knife": "knives", "shelf": "shelves", "potato": "potatoes", "mango": "mangoes", "sheep": "sheep", "deer": "deer",
+    "fish": "fish", "salmon": "salmon", "trout": "trout", "cod": "cod", "moose": "moose",
+}  # fmt: skip
 
 
 def plural(word: str) -> str:
@@ -199,104 +151,3 @@ def filled(template: str, row: Row, without_article: frozenset[str] = frozenset(
         return sentence(word) if article == "A " else word
 
     return _SLOT.sub(value, template) if "{" in template else template
-
-
-def read(name: str) -> dict[str, Any]:
-    with (Path(__file__).parent / name).open("rb") as file:
-        return tomllib.load(file)
-
-
-def load_intents() -> dict[str, list[Intent]]:
-    """The intents of each area of intents.toml."""
-    areas = read("intents.toml")
-    macros = areas.pop("macros")
-    found: dict[str, list[Intent]] = {}
-    for area, intents in areas.items():
-        for name, entry in intents.items():
-            templates = [text for template in entry.get("ask", []) for text in expanded(template)]
-            for macro, wordings in macros.items():
-                templates += [text.replace("{t}", phrase) for phrase in entry.get(macro, []) for text in wordings]
-            wordings = Wordings.divide(name, templates)
-            intent = Intent(f"{area}.{name}", wordings, tuple(entry["say"]), tuple(entry.get("must", ())), ({},))
-            found.setdefault(area, []).append(intent)
-    return found
-
-
-def load_tables() -> list[Intent]:
-    """The intents of tables.toml."""
-    tables = read("tables.toml")
-    words = tables.pop("words")
-    groups: dict[str, str] = tables["category"]["groups"]
-    bare = set(words["no_article"].split())
-    bare |= {word for group in bare & set(groups) for word in groups[group].split()}
-    category = [{"x": word, "y": group} for group, members in groups.items() for word in members.split()]
-    known: dict[str, list[Row]] = {"category": list(category)}
-    found = []
-    for name, entry in tables.items():
-        if name not in known:
-            known[name] = known[entry["rows_of"]] if "rows_of" in entry else list(_rows(entry))
-        rows = known[name]
-        if entry.get("other"):
-            rows = list(_with_wrong_values(rows, words["overlap"]))
-        without_article = frozenset(bare - set(groups)) if name in ("category", "is", "is_not") else frozenset(bare)
-        must = tuple(entry.get("must", ["{y}"]))
-        found.append(
-            Intent(name, Wordings.divide(name, entry["ask"]), tuple(entry["say"]), must, tuple(rows), without_article)
-        )
-    return found
-
-
-_NUMBER_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-]
-
-
-def _rows(entry: Mapping[str, Any]) -> Iterator[Row]:
-    for chain in entry.get("chains", []):
-        for first, second in itertools.pairwise(chain.split()):
-            yield {"x": first, "y": second}
-    if "numbers" in entry:
-        for x, z in itertools.product(range(11), repeat=2):
-            if entry["numbers"] == "words":
-                yield {"x": _NUMBER_WORDS[x], "z": _NUMBER_WORDS[z], "y": _NUMBER_WORDS[x + z]}
-            elif entry["numbers"] != "-" or x >= z:
-                result = {"+": x + z, "-": x - z, "*": x * z}[entry["numbers"]]
-                yield {"x": str(x), "z": str(z), "y": str(result)}
-    for row in _listed(entry.get("rows", ""), entry.get("columns", ["x", "y"])):
-        yield row
-        if entry.get("both_ways"):
-            yield {"x": row["y"], "y": row["x"]}
-    yield from _listed(entry.get("one_way", ""), ["x", "y"])
-
-
-def _listed(rows: str, columns: Sequence[str]) -> Iterator[Row]:
-    for row in rows.split(";") if rows else ():
-        yield dict(zip(columns, (value.strip() for value in row.split("=")), strict=True))
-
-
-def _with_wrong_values(rows: Sequence[Row], overlap: Sequence[str]) -> Iterator[Row]:
-    values = sorted({row["y"] for row in rows})
-    for row in rows:
-        wrong = [value for value in values if value != row["y"] and f"{row['y']} {value}" not in overlap]
-        for value in random.Random(row["x"]).sample(wrong, 5):
-            yield {**row, "z": value}
