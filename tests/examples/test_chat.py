@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import chat
@@ -104,6 +106,28 @@ def test_what_was_said_is_repeated_word_for_word() -> None:
                 assert before["role"] == "system" or answer["content"] == before["content"]
                 found += 1
     assert found > 30
+
+
+def test_what_users_told_is_answered_from_their_messages() -> None:
+    found = 0
+    for talk in drawn(3000):
+        for place, message in enumerate(talk):
+            told = re.fullmatch(r"Your name is (\w+)\.|The (?:word|number) is (\w+)\.", message["content"])
+            if told and message["role"] == "assistant":
+                value = told[1] or told[2]
+                assert any(value in before["content"] for before in talk[:place] if before["role"] == "user")
+                found += 1
+    assert found > 100
+
+
+@pytest.mark.parametrize(
+    ("table", "operation"), [("sum", int.__add__), ("difference", int.__sub__), ("product", int.__mul__)]
+)
+def test_sums_are_right(table: str, operation: Callable[[int, int], int]) -> None:
+    rows = chat._BY_NAME[table].rows
+    assert len(rows) >= 66
+    for row in rows:
+        assert operation(int(row["x"]), int(row["z"])) == int(row["y"])
 
 
 def test_commands_and_paths_in_answers_exist() -> None:
