@@ -15,7 +15,7 @@ import pytest
 
 from hybridkv import Engine, SamplingParams
 from hybridkv.cache import CacheStats
-from hybridkv.demo import build_demo_model
+from hybridkv.demo import demo_model
 from hybridkv.engine import SUPPORTED, Completion, EngineStats, MemoryUse, Metrics, Result, Update
 from hybridkv.store import StoreStats
 from hybridkv.stream import StreamStats
@@ -71,10 +71,10 @@ def test_examples_of_the_readme_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out
 
 
-def test_siblings_that_come_at_once_share_as_concepts_says(tmp_path: Path) -> None:
+def test_siblings_that_come_at_once_share_as_concepts_says() -> None:
     assert "reports 0, 560, 560 and 560 cached tokens" in " ".join(read("docs/concepts.md").split())
     prompts = [[100 + i for i in range(560)] + [700 + number] * 400 for number in range(4)]
-    with Engine(build_demo_model(tmp_path / "demo"), memory="256MiB", device="cpu") as engine:
+    with Engine(demo_model(), memory="256MiB", device="cpu") as engine:
         results = engine.generate(prompts, SamplingParams(max_tokens=1))
     assert [result.cached_tokens for result in results] == [0, 560, 560, 560]
 
