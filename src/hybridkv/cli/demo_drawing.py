@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -67,11 +68,8 @@ class Stage:
 
     def draw_comparison(self, one: Comparison) -> None:
         self._exchange(one.cached)
-        self._tell(
-            _cached(one.cached),
-            f"first token after {_ms(one.cached.ttft_s)}; without the cache {_ms(one.cold.ttft_s)}: ",
-            (f"{one.ratio:.0f} times as fast", "bold"),
-        )
+        self._tell(_cached(one.cached), f"first token after {_ms(one.cached.ttft_s)}")
+        self._tell(f"without the cache after {_ms(one.cold.ttft_s)}: ", (f"{one.ratio:.1f} times as long", "bold"))
         if not one.cold.is_right:
             self._tell(("✗ ", "bold red"), f"without the cache: {one.cold.text}")
 
@@ -84,14 +82,14 @@ class Stage:
         )
 
     def draw_corruption(self, one: Corruption) -> None:
-        self._tell(f"{one.flipped_bytes} bytes are flipped in {one.object_name}")
+        self._tell(f"{one.flipped_bytes} bytes are flipped in {_short(one.object_name)}")
         self._exchange(one.answer)
         self._tell(
             f"corrupt objects noticed: {one.corrupt_objects}; {one.computed_tokens:,} tokens computed instead; ",
             f"first token after {_ms(one.answer.ttft_s)}",
         )
         for line in one.log:
-            self._tell((f"log: {line}", "dim"))
+            self._tell((f"log: {_short(line)}", "dim"))
 
     def close(self, figures: Figures) -> None:
         """Times side by side, what was seen, and what to try next."""
@@ -131,6 +129,11 @@ class Stage:
 
 def _cached(answer: Answer) -> str:
     return f"{answer.cached_tokens:,} of {answer.prompt_tokens:,} prompt tokens cached; "
+
+
+def _short(text: str) -> str:
+    """With the first digits of every long hexadecimal number only."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1...", text)
 
 
 def _ms(seconds: float) -> str:
