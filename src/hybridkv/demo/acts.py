@@ -22,7 +22,7 @@ from hybridkv.store import ObjectName, inspect_store
 from hybridkv.store.file.folder import Folder
 
 if TYPE_CHECKING:
-    from hybridkv.engine import Engine
+    from hybridkv.engine import Engine, Prompt, Result
 
 Start = Callable[[str], "Engine"]
 """Starts an engine on the store with this URL."""
@@ -45,7 +45,7 @@ class Demo:
         self._url = f"file://{quote(self._folder.name)}"
         self._engine: Engine | None = None
         self._stored: set[ObjectName] = set()
-        """Objects of the document, and not those of warm-ups and of questions asked without the cache."""
+        """Objects of the document, and not those of questions asked without the cache."""
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -53,26 +53,27 @@ class Demo:
         """Start an engine, and close the one before it. Its memory is empty; the store has what was written to it."""
         self._close()
         self._engine = self._start(f"{self._url}?size=1GiB")
-        self._ask(Question("Hello!", ""), "", salt="warm-up")  # the first step of an engine is slow
+        self._reply("Hello", max_tokens=1)  # the first step of an engine is slow; too short to be stored
         return self._engine
 
     def read(self) -> Answer:
         """The first question: the whole document is computed."""
-        others = self._names()
-        answer = self._ask(self._questions[0], self._document)
-        self._stored = self._names() - others
+        answer = self._ask(self._questions[0])
+        self._running.flush_store()
+        with inspect_store(self._url) as store:
+            self._stored = {one.name for one in store.objects()}
         return answer
 
     def ask(self) -> Iterator[Comparison]:
         """All other questions, each with the cache and without."""
         for number, question in enumerate(self._questions[1:]):
-            cached = self._ask(question, self._document)
-            yield Comparison(cached, self._ask(question, self._document, salt=f"without the cache {number}"))
+            cached = self._ask(question)
+            yield Comparison(cached, self._ask(question, salt=f"without the cache {number}"))
 
     def restart(self) -> Restart:
         """A new engine answers the second question from what the first engine has stored."""
         self.start()
-        answer = self._ask(self._questions[1], self._document)
+        answer = self._ask(self._questions[1])
         counted = self._running.stats().stream
         assert counted is not None
         return Restart(answer, counted.loaded_tokens, counted.loaded_bytes, counted.loads["layerwise"])
@@ -83,7 +84,7 @@ class Demo:
         name = self._damage()
         self.start()
         with _heard("hybridkv.store") as log:
-            answer = self._ask(self._questions[1], self._document)
+            answer = self._ask(self._questions[1])
         counted = self._running.stats().store
         assert counted is not None
         return Corruption(answer, f"{name.group}/{name.key}", _FLIPPED_BYTES, counted.corrupt, tuple(log))
@@ -95,24 +96,22 @@ class Demo:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
-    def _ask(self, question: Question, document: str, salt: str = "") -> Answer:
+    def _ask(self, question: Question, salt: str = "") -> Answer:
         """The document is the system message, so that all questions have the same beginning."""
-        from hybridkv.engine import SamplingParams
-
-        system = [{"role": "system", "content": document}] if document else []
-        prompt = self._running.render_chat([*system, {"role": "user", "content": question.question}])
-        params = SamplingParams(temperature=0, max_tokens=_REPLY_TOKENS)
-        [result] = self._running.generate(prompt, params, cache_salt=salt, progress=False)
-        if (error := result.completions[0].error) is not None:
-            raise ReplyError(error)
+        system = {"role": "system", "content": self._document}
+        prompt = self._running.render_chat([system, {"role": "user", "content": question.question}])
+        result = self._reply(prompt, _REPLY_TOKENS, salt)
         text, is_right = result.text.strip(), question.expected in result.text
         return Answer(*question, text, prompt.num_tokens, result.cached_tokens, result.metrics.ttft_s, is_right)
 
-    def _names(self) -> set[ObjectName]:
-        """Everything that is stored."""
-        self._running.flush_store()
-        with inspect_store(self._url) as store:
-            return {one.name for one in store.objects()}
+    def _reply(self, prompt: str | Prompt, max_tokens: int, salt: str = "") -> Result:
+        from hybridkv.engine import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        [result] = self._running.generate(prompt, params, cache_salt=salt, progress=False)
+        if (error := result.completions[0].error) is not None:
+            raise ReplyError(error)
+        return result
 
     def _damage(self) -> ObjectName:
         """Flip bytes of the object with the KV of the first 256 tokens: every load of a longer document reads it."""
