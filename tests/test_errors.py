@@ -124,8 +124,8 @@ def test_exit_code_and_status_tell_bad_input_from_failures(
 def test_a_full_disk_is_no_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hybridkv.demo._write", no_space)
-    assert run(["demo", str(tmp_path / "demo")]) == 1
+    monkeypatch.setattr("hybridkv.demo.acts.tempfile.TemporaryDirectory", no_space)
+    assert run(["demo"]) == 1
     assert "No space left" in capsys.readouterr().err
     monkeypatch.setattr("hybridkv.store.file.folder.Folder._make", no_space)
     with pytest.raises(StoreFault, match="No space left") as caught:

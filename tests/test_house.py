@@ -31,7 +31,7 @@ FLOORS = [
     "store",
     "stream",
 ]
-FLOORS += ["demo", "engine", "serve", "cli"]
+FLOORS += ["engine", "demo", "serve", "cli"]
 
 
 def imported_floors(path: Path) -> set[str]:

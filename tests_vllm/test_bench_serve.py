@@ -24,7 +24,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm_distribution import ASKED_FOR, INSTALLED, renamed_distribution
 
-from hybridkv.demo import build_demo_model
+from hybridkv.demo import demo_model
 
 Bench = Callable[..., dict[str, Any]]
 
@@ -50,8 +50,8 @@ CONVERSATIONS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_demo_model(tmp_path_factory.mktemp("demo") / "demo-v1")
+def model() -> Path:
+    return demo_model()
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +136,14 @@ def test_the_cpu_build_still_has_another_name() -> None:
 
 
 def test_completions(bench: Bench, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench("--model=demo-v1", f"--tokenizer={model}", *RANDOM, "--backend=openai")
+    result = bench("--model=hybridkv-demo", f"--tokenizer={model}", *RANDOM, "--backend=openai")
     assert result["input_lens"] == [PROMPT_TOKENS] * NUM_PROMPTS
     assert result["output_lens"] == [REPLY_TOKENS] * NUM_PROMPTS
     assert "/tokenize unavailable" not in capsys.readouterr().out
 
 
 def test_chats(bench: Bench, model: Path) -> None:
-    result = bench("--model=demo-v1", f"--tokenizer={model}", *RANDOM, *CHAT)
+    result = bench("--model=hybridkv-demo", f"--tokenizer={model}", *RANDOM, *CHAT)
     assert all(count > PROMPT_TOKENS for count in result["input_lens"])  # the template's tokens come on top
     assert result["output_lens"] == [REPLY_TOKENS] * NUM_PROMPTS
 
@@ -160,7 +160,7 @@ def test_conversations_from_a_file(backend: list[str], bench: Bench, model: Path
     path.write_text(json.dumps(CONVERSATIONS), encoding="utf-8")
     data = ["--dataset-name=sharegpt", f"--dataset-path={path}", f"--num-prompts={len(CONVERSATIONS)}", "--ignore-eos"]
     shown = ["--percentile-metrics=ttft,tpot,itl,e2el", "--goodput", "e2el:600000"]
-    result = bench("--model=demo-v1", f"--tokenizer={model}", *data, *shown, *backend)
+    result = bench("--model=hybridkv-demo", f"--tokenizer={model}", *data, *shown, *backend)
     assert min(result["output_lens"]) > 1
     assert all(result[f"p99_{name}_ms"] > 0 for name in ("ttft", "tpot", "itl", "e2el"))
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -18,7 +19,6 @@ import httpx
 import pytest
 
 from hybridkv.cli.main import run
-from hybridkv.demo import NOISE_NOTE
 from tests.engine.checkpoints import save_checkpoint
 
 PATIENCE_S = 60.0
@@ -146,12 +146,23 @@ def test_a_second_interrupt_waits_for_nobody(checkpoint: str) -> None:
     assert "Traceback" not in log
 
 
-def test_without_a_model_it_says_what_it_serves(tmp_path: Path) -> None:
-    with started("--memory", "32MiB", "--device", "cpu", "--port", "0", HYBRIDKV_HOME=str(tmp_path)) as server:
-        assert server.told[0] == f"hybridkv: {NOISE_NOTE}"
-        assert any(line.startswith("demo-v1 on cpu") for line in server.told)
+def test_without_a_model_it_serves_the_demo_model() -> None:
+    """Under the name in the line that it tells, which asks for a reply that is the same every time."""
+    with started("--memory", "32MiB", "--device", "cpu", "--port", "0", "--log-level", "error") as server:
+        assert any(line.startswith("hybridkv-demo on cpu") for line in server.told)
+        body = json.loads(shlex.split(server.curl)[-1])
+        assert body == {
+            "model": "hybridkv-demo",
+            "messages": [{"role": "user", "content": "Who are you?"}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == (0, "")
+    assert reply["model"] == "hybridkv-demo"
+    assert "hybridkv" in reply["choices"][0]["message"]["content"].lower()
+    assert reply["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_server_that_nobody_uses_stops_without_a_word(checkpoint: str) -> None:

@@ -84,9 +84,10 @@ class EngineOptions:
         bool, typer.Option("--compile", help="Compile the model's layers: slow to start, then faster on a GPU.")
     ] = False
 
-    def start(self, model: str) -> Engine:
-        engines = _engine()
-        _quiet()
+    def start(self, model: str, *, shows_bars: bool = True) -> Engine:
+        """Load the model. `shows_bars`: on a terminal, draw bars while weights are loaded."""
+        engines = import_engine()
+        _quiet(shows_bars)
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         engine: Engine = engines.Engine(model, **{**given, "store": self.store or None})
         return engine
@@ -127,13 +128,13 @@ def sampling(
     stop: tuple[str, ...] = (),
     n: int = 1,
 ) -> SamplingParams:
-    params: SamplingParams = _engine().SamplingParams(
+    params: SamplingParams = import_engine().SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, n=n
     )
     return params
 
 
-def _engine() -> Any:
+def import_engine() -> Any:
     """The engine's package, or what to do to have it."""
     for library in ("TRANSFORMERS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -147,9 +148,9 @@ def _engine() -> Any:
     return engine
 
 
-def _quiet() -> None:
+def _quiet(shows_bars: bool) -> None:
     """Bars of loading weights and of downloads are for terminals only: in a log they are noise."""
-    if not sys.stderr.isatty():
+    if not shows_bars or not sys.stderr.isatty():
         from transformers.utils import logging
 
         logging.disable_progress_bar()

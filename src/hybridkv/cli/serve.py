@@ -1,4 +1,4 @@
-"""`hybridkv serve`: an OpenAI-compatible server on a local checkpoint, or on a small model built on the spot."""
+"""`hybridkv serve`: an OpenAI-compatible server on a local checkpoint, or on the demo model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.tables import console
-from hybridkv.demo import NOISE_NOTE, build_demo_model, demo_directory
+from hybridkv.demo import demo_model
 from hybridkv.errors import InputError
 from hybridkv.units import format_bytes, parse_size
 
@@ -33,8 +33,8 @@ def serve_command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A directory a transformers model was saved to. Without one: a small hybrid model that is built "
-            "here. It is not trained; it is there to try things out.",
+            help="A directory a transformers model was saved to. Without one: the demo model, a small hybrid model "
+            "that comes with the package.",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
@@ -69,7 +69,7 @@ def serve_command(
     _check_choice("log level", log_level, serve.LOG_LEVELS)
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
-    checkpoint = model if model is not None else _demo()
+    checkpoint = model if model is not None else str(demo_model())
     root = Path(checkpoint).resolve()
     model_name = served_model_name or root.name
     with options.start(checkpoint) as engine:
@@ -109,15 +109,11 @@ def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, 
 
 def _curl(url: str, model_name: str, needs_key: bool) -> str:
     """A command line that asks the server something."""
-    body = {"model": model_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    messages = [{"role": "user", "content": "Who are you?"}]
+    body = {"model": model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
     header = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     content = f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     return f"curl {url}/v1/chat/completions{header} {content}"
-
-
-def _demo() -> str:
-    typer.echo(f"hybridkv: {NOISE_NOTE}")  # where the banner goes: logs stay logs
-    return str(build_demo_model(demo_directory()))
 
 
 def _serve() -> Any:
