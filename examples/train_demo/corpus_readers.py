@@ -112,15 +112,6 @@ def read_lines(path: Path) -> Documents:
     yield read(path).splitlines()
 
 
-def read_table(path: Path) -> Documents:
-    """The Content column of a tab-separated table, one document a row."""
-    rows = [line.split("\t") for line in read(path).splitlines() if "\t" in line]
-    column = rows[0].index("Content")
-    tales = [row[column] for row in rows[3:] if len(row) > column]
-    # Among Grimm's tales those with typographic quotes are a public-domain translation; the others may be a recent one.
-    yield from (in_fives(tale) for tale in tales if "’" in tale or path.stem == "andersen")
-
-
 def read_r_strings(path: Path) -> Documents:
     """The string vectors of an R data file: lines of books."""
     data = path.read_bytes()
@@ -146,40 +137,12 @@ def read_sword(path: Path) -> Documents:
         yield [html.unescape(re.sub(r"<[^>]*>", "", p)) for p in re.split(r'<div eID="[^"]*" type="x-p"/>', text)]
 
 
-def read_descriptions(path: Path) -> Documents:
-    """Texts under short names, between lines of percent signs."""
-    yield [p for p in re.split(r"%%%%|\n\s*\n", read(path)) if p.strip()[:1] not in list("{<:#")]
-
-
 def read_pod(path: Path) -> Documents:
     """The plain paragraphs of a Perl manual."""
     text = re.sub(r"[A-Z]<<+ (.*?) >>+", r"\1", read(path), flags=re.S)
     for _ in range(3):
         text = re.sub(r"[A-Z]<(?:[^<>|]*\|)?([^<>]*)>", r"\1", text)
     yield [p for p in re.split(r"\n\s*\n", text) if p[:1] not in ("=", " ", "\t")]
-
-
-def read_wesnoth(path: Path) -> Documents:
-    """The spoken lines and the story of a scenario, with the speakers' names."""
-    spoken = re.compile(r'(?:speaker=(\w+)\s+)?(?:message|story)\s*=\s*_\s*"((?:[^"]|"")*)"')
-    roles = {"narrator", "unit", "second_unit"}
-    lines = [(who, text.replace('""', '"')) for who, text in spoken.findall(read(path))]
-    yield [f"{who}: {text}" if who and who not in roles else text for who, text in lines if "<" not in text]
-
-
-def read_endless_sky(path: Path) -> Documents:
-    """The conversations and descriptions of a space game, one document a mission."""
-    names = {"<ship>": "Morning Star", "<first>": "Alex", "<last>": "Reed", "<planet>": "Greenrock"}
-    for part in re.split(r"\n(?=\w)", read(path)):
-        for name, value in names.items():
-            part = part.replace(name, value)
-        lines = [line.strip() for line in re.findall(r"`([^`]*)`", part)]
-        yield [line for line in lines if not line.startswith("(") and "<" not in line]
-
-
-def read_lua_dialogue(path: Path) -> Documents:
-    """The lines a game's script speaks."""
-    yield re.findall(r'dialogId\("[^"]*", "[^"]*", "([^"]+)"\)', read(path))
 
 
 def read_conversations(path: Path) -> Documents:
@@ -209,9 +172,15 @@ def read_wordnet(path: Path) -> Documents:
 
 
 READERS: dict[str, Callable[[Path], Documents]] = {
-    "html": read_html, "table_html": read_table_html, "descriptions": read_descriptions,
-     "text": read_text, "lines": read_lines, "table": read_table, "r": read_r_strings,
-    "sword": read_sword, "pod": read_pod, "wesnoth": read_wesnoth, "sky": read_endless_sky,
-    "lua": read_lua_dialogue, "wrapped": read_wrapped, "dict": read_dict,
-    "talk": read_conversations, "wordnet": read_wordnet,
-}  # fmt: skip
+    "html": read_html,
+    "table_html": read_table_html,
+    "text": read_text,
+    "lines": read_lines,
+    "r": read_r_strings,
+    "sword": read_sword,
+    "pod": read_pod,
+    "wrapped": read_wrapped,
+    "dict": read_dict,
+    "talk": read_conversations,
+    "wordnet": read_wordnet,
+}
