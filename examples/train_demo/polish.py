@@ -21,7 +21,7 @@ from train import SEED, Batches, load_state
 
 ROW_TOKENS = 256
 MIX = {"skill": 0.80, "chat": 0.17, "text": 0.03}
-SHARES = {"recall": 0.52, "lookup": 0.03, "document": 0.22, "repeat": 0.17, "count": 0.06}
+SHARES = {"recall": 0.46, "lookup": 0.03, "document": 0.30, "repeat": 0.16, "count": 0.05}
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--rate", type=float, default=0.002, help="of Muon; the others are scaled alike")
+    parser.add_argument("--rate", type=float, default=0.003, help="of Muon; the others are scaled alike")
     options = parser.parse_args()
     tokens.STAGES[:] = [tokens.Stage(1.0, ROW_TOKENS, MIX)]
     tokens.SKILL_SHARES.update(SHARES)

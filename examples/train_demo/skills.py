@@ -185,10 +185,24 @@ def _facts(rng: random.Random, material: Material, count: int) -> list[Fact]:
 
 
 def _spread(rng: random.Random, facts: list[str], filler: list[str], first: bool) -> str:
-    """Facts among paragraphs; with `first` the first fact comes first, as far back as it can be."""
+    """Facts among paragraphs, or inside them; with `first` the first fact comes first, as far back as it can be."""
     lines = [(rng.random(), text) for text in filler]
-    lines += [(-1.0 if first and i == 0 else rng.random() * 0.9, text) for i, text in enumerate(facts)]
-    return rng.choice(("\n", "\n\n")).join(text for _, text in sorted(lines, key=lambda line: line[0]))
+    for i, text in enumerate(facts):
+        if first and i == 0:
+            lines.append((-1.0, text))
+        elif filler and rng.random() < 0.4:
+            at = rng.randrange(len(filler))
+            lines[at] = (lines[at][0], _insert(rng, lines[at][1], text))
+        else:
+            lines.append((rng.random() * 0.9, text))
+    return rng.choice(("\n", "\n\n", " ")).join(text for _, text in sorted(lines, key=lambda line: line[0]))
+
+
+def _insert(rng: random.Random, paragraph: str, sentence: str) -> str:
+    """The paragraph with one more sentence somewhere."""
+    sentences = re.split(r"(?<=[.!?]) ", paragraph)
+    sentences.insert(rng.randint(0, len(sentences)), sentence)
+    return " ".join(sentences)
 
 
 def recall(rng: random.Random, material: Material, chars: int, held_out: bool = False) -> list[Message]:
