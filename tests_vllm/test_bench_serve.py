@@ -137,7 +137,9 @@ def test_the_cpu_build_still_has_another_name() -> None:
 
 def test_completions(bench: Bench, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bench("--model=hybridkv-demo", f"--tokenizer={model}", *RANDOM, "--backend=openai")
-    assert result["input_lens"] == [PROMPT_TOKENS] * NUM_PROMPTS
+    # Its random tokens become text and tokens again: with a trained tokenizer their number may change a little.
+    assert len(result["input_lens"]) == NUM_PROMPTS
+    assert all(abs(count - PROMPT_TOKENS) <= 5 for count in result["input_lens"])
     assert result["output_lens"] == [REPLY_TOKENS] * NUM_PROMPTS
     assert "/tokenize unavailable" not in capsys.readouterr().out
 
