@@ -31,8 +31,6 @@ class Probes:
     """Questions of every skill, wording and length, made by other processes meanwhile."""
 
     def __init__(self, rows: Rows, count: int, workers: int, seed: int) -> None:
-        self.count = count
-        self._rows, self._seed = rows, seed
         cases = [(skill, wording, length) for skill in SKILLS for wording in WORDINGS for length in LENGTHS]
         pool = multiprocessing.get_context("fork").Pool(workers, _share, (rows, seed))
         self._made = {case: pool.map_async(_make, [(*case, i) for i in range(count)]) for case in cases}
@@ -85,7 +83,7 @@ def _count_right(trainer: Trainer, weights: Weights, probes: list[Probe], width:
 
 
 def conversation_share(model: Path) -> dict[str, Any]:
-    """Of questions in held-out wordings: the share whose reply, written greedily, has what it must have."""
+    """Ask every held-out question of chat.py. A reply is right if it matches the question's pattern."""
     from hybridkv import Engine, SamplingParams
 
     cases = held_out_questions()
@@ -102,7 +100,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="what corpus.py wrote")
     parser.add_argument("--model", type=Path, required=True, help="a published checkpoint")
     parser.add_argument("--probes", type=int, default=32, help="questions a skill, wording and length (default 32)")
-    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens computed at a time (default 16384)")
     options = parser.parse_args()
     rows = load_rows(options.data, options.model / "tokenizer.json", 0, options.batch_tokens, 1)
     probes = Probes(rows, options.probes, 1, seed=1)

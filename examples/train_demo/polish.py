@@ -1,6 +1,6 @@
-"""A last, short stage on short rows: many wordings, few tokens, a low learning rate. Half an hour on two CPU cores.
+"""A last, short stage on short rows: many wordings, few tokens, a low learning rate. It runs on a CPU.
 
-    python examples/train_demo/polish.py --data data --run run --minutes 30
+    python examples/train_demo/polish.py --data data --run run --minutes 19
 
 Understanding a question does not depend on how far back its answer stands: wordings are learned on short rows, and what
 was learned on long ones stays.
@@ -26,17 +26,19 @@ SHARES = {"recall": 0.46, "lookup": 0.03, "document": 0.30, "repeat": 0.16, "cou
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--data", type=Path, required=True, help="what corpus.py wrote")
+    parser.add_argument("--run", type=Path, required=True, help="where train.py left its state")
+    parser.add_argument("--minutes", type=float, default=19, help="how long (default 19)")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step (default 4096)")
     parser.add_argument("--rate", type=float, default=0.003, help="of Muon; the others are scaled alike")
     options = parser.parse_args()
+    state = load_state(options.run)
+    if not state:
+        raise SystemExit(f"no state-*.safetensors in {options.run}: run train.py first")
     tokens.STAGES[:] = [tokens.Stage(1.0, ROW_TOKENS, MIX)]
     tokens.SKILL_SHARES.update(SHARES)
     rows = tokens.load_rows(options.data, options.run / "tokenizer.json", SEED + 1, options.batch_tokens, 10**6)
     batches = Batches(rows, 1, 0)
-    state = load_state(options.run)
     fresh = initial_weights(rows.bpe.get_vocab_size(), 0)
     weights = {name: unpack_weight(state[name], weight).requires_grad_() for name, weight in fresh.items()}
     optimizer = Optimizer(weights, options.rate, 1.5 * options.rate, 0.2 * options.rate, 0.25 * options.rate)

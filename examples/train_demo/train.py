@@ -52,10 +52,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15_000, help="steps of the whole training (default 15000)")
     parser.add_argument("--batch-tokens", type=int, default=65_536, help="tokens a step (default 65536)")
     parser.add_argument("--workers", type=int, default=13, help="processes that make batches (default 13)")
-    parser.add_argument("--matrix-rate", type=float, default=0.02)
-    parser.add_argument("--embed-rate", type=float, default=0.03)
-    parser.add_argument("--head-rate", type=float, default=0.004)
-    parser.add_argument("--small-rate", type=float, default=0.005)
+    parser.add_argument("--matrix-rate", type=float, default=0.02, help="learning rate of Muon (default 0.02)")
+    parser.add_argument("--embed-rate", type=float, default=0.03, help="of the embeddings (default 0.03)")
+    parser.add_argument("--head-rate", type=float, default=0.004, help="of the output head (default 0.004)")
+    parser.add_argument(
+        "--small-rate", type=float, default=0.005, help="of norms, gates and convolutions (default 0.005)"
+    )
     parser.add_argument("--no-compile", action="store_true", help="run layers as they are written")
     parser.add_argument("--probes", type=int, default=64, help="questions a skill, length and wording in an evaluation")
     return parser.parse_args()
@@ -209,8 +211,12 @@ class Piece:
             if sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
                 shards.append({})
             shards[-1][name] = tensor.cpu().contiguous()
-        for i, shard in enumerate(shards):
-            save_file(shard, self.options.run / f"state-{i:02}.safetensors")
+        # Whole files under other names first: a process that is killed while it writes leaves the last state as it was.
+        parts = [self.options.run / f"state-{i:02}.part" for i in range(len(shards))]
+        for part, shard in zip(parts, shards, strict=True):
+            save_file(shard, part)
+        for part in parts:
+            part.replace(part.with_suffix(".safetensors"))
 
 
 if __name__ == "__main__":

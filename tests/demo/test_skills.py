@@ -108,12 +108,18 @@ def test_forks_of_one_prompt(alone: list[str]) -> None:
             assert [completion.text for completion in result.completions] == [text] * 3
 
 
-@pytest.mark.parametrize("stream", ["async", "layerwise"])
-def test_a_restart_loads_from_the_store(alone: list[str], stream: str, tmp_path: Path) -> None:
-    store = f"file://{tmp_path}?size=1GiB"
+def fill_store(directory: Path, stream: str) -> str:
+    """The URL of a store with everything that the tasks computed."""
+    store = f"file://{directory}?size=1GiB"
     with make_engine(store=store, stream=stream) as engine:
         answers(engine, TASKS)
         engine.flush_store()
+    return store
+
+
+@pytest.mark.parametrize("stream", ["async", "layerwise"])
+def test_a_restart_loads_from_the_store(alone: list[str], stream: str, tmp_path: Path) -> None:
+    store = fill_store(tmp_path, stream)
     with make_engine(store=store, stream=stream) as engine:
         results = answers(engine, TASKS)
         counted = engine.stats().stream
@@ -124,10 +130,7 @@ def test_a_restart_loads_from_the_store(alone: list[str], stream: str, tmp_path:
 
 @pytest.mark.parametrize("stream", ["async", "layerwise"])
 def test_damaged_objects_are_computed_again(alone: list[str], stream: str, tmp_path: Path) -> None:
-    store = f"file://{tmp_path}?size=1GiB"
-    with make_engine(store=store, stream=stream) as engine:
-        answers(engine, TASKS)
-        engine.flush_store()
+    store = fill_store(tmp_path, stream)
     objects = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 50_000]
     for path in objects[::2]:
         with open(path, "r+b") as file:
