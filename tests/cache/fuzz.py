@@ -132,7 +132,7 @@ class Fuzz:
         self.looked: list[tuple[list[int], LookupKey, Match]] = []
         """Requests that have been looked up and have yet to begin: matches of any age."""
         self.texts: list[list[int]] = [[]]
-        self.taps = [group.name for group in self.layout.token_groups if group.role is Role.TAP]
+        self.taps = [group.name for group in self.layout.tap_groups]
         self.naive: Naive | None = Naive()
         self.num_ops = 0
         self.counts: dict[str, int] = {}
@@ -148,6 +148,7 @@ class Fuzz:
             *[self.release] * 2,
             self.abort,
             self.fork,
+            self.drop_taps,
             self.rollback,
             *[self.pin] * 2,
             self.unpin,
@@ -180,7 +181,7 @@ class Fuzz:
         for lease, _ in self.flying:
             assert lease.step is not None
             states = [state.pages for state in (*lease.pages.states, *lease.step.old_states) if state is not None]
-            here = ([list(table or ()) for table in lease.pages.tables], states)
+            here = ({name: list(table) for name, table in lease.named_tables.items()}, states)
             step, before = self.flying_places.get(lease.id, (None, None))
             assert step is not lease.step or here == before
             places[lease.id] = (lease.step, here)
@@ -264,7 +265,7 @@ class Fuzz:
     def load(self) -> None:
         """Some tokens come from elsewhere, with or without others that are computed after them."""
         lease = self._pick_idle()
-        if lease is None or lease.taps or lease.computed >= lease.num_tokens:
+        if lease is None or lease.computed >= lease.num_tokens:
             return
         most = lease.num_tokens - lease.computed
         num_loaded = self.chance.integer(1, most)
@@ -343,6 +344,12 @@ class Fuzz:
             twins = self.cache.fork(lease, self.chance.integer(1, 2))
             if not isinstance(twins, NoRoom):
                 self.idle += twins
+
+    def drop_taps(self) -> None:
+        lease = self._pick_idle()
+        if lease is not None:
+            self.cache.drop_taps(lease)
+            assert not [name for name in lease.named_tables if name in self.taps]
 
     def rollback(self) -> None:
         lease = self._pick_idle()
@@ -481,8 +488,9 @@ class Fuzz:
     def _places(self, lease: Lease) -> list[tuple[str, Callable[[], int]]]:
         """Where a lease holds computed content: the group, and how to find the page now."""
         places: list[tuple[str, Callable[[], int]]] = []
-        for group, table in zip(self.layout.token_groups, lease.pages.tables, strict=True):
-            first = lease.pages.local_first[self.layout.token_groups.index(group)]
+        groups = self.cache._groups.token_groups
+        for index, (group, table) in enumerate(zip(groups, lease.pages.tables, strict=True)):
+            first = lease.pages.local_first[index]
             last = min(-(-lease.computed // BLOCK), len(table or ()))
             if table is not None:
                 places += [(group.name, partial(table.__getitem__, i)) for i in range(first, last)]

@@ -53,7 +53,7 @@ class Memory:
     slots: dict[tuple[str, int], dict[int, Value]] = field(default_factory=dict)
 
     def run(self, operations: Iterable[Operation]) -> None:
-        per_slab = {g.pool_name: g.pages_per_slab for g in (*self.layout.token_groups, *self.layout.state_groups)}
+        per_slab = {g.pool_name: g.pages_per_slab for g in self.layout.groups}
         for operation in operations:
             if isinstance(operation, CopyPage):
                 self.slots[operation.pool, operation.dst] = dict(self.page(operation.pool, operation.src))
@@ -76,7 +76,7 @@ class Sim:
         self.memory = Memory(layout)
         self.cache = Cache(layout, run_operations=self.memory.run if at_once else None, **options)
         self.unacknowledged: list[int] = []
-        self.groups = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
+        self.groups = {group.name: group for group in layout.groups}
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Sim:
                 here = [c for c in here if None not in c.states]
                 if not here:
                     return False
-            for g, group in enumerate(self.layout.token_groups):
+            for g, group in enumerate(self.cache._groups.token_groups):
                 if group.role is Role.TAP and group.name not in taps:
                     continue
                 if group.role is Role.TAP and inside and not any(c.tail_pages[g] != NULL_PAGE for c in here):
@@ -263,11 +263,11 @@ class Sim:
         for root in index.roots.values():
             for node in root.subtree():
                 for group, pages in enumerate(node.pages):
-                    found += self._tainted(self.layout.token_groups[group].name, pages or ())
+                    found += self._tainted(self.cache._groups.token_groups[group].name, pages or ())
                 for checkpoint in node.checkpoints:
                     for group, page in enumerate(checkpoint.tail_pages):
                         inside = checkpoint.position % self.layout.block_tokens  # after that: leftovers nobody reads
-                        found += self._tainted(self.layout.token_groups[group].name, [page], inside)
+                        found += self._tainted(self.cache._groups.token_groups[group].name, [page], inside)
                     for group, state in enumerate(checkpoint.states):
                         if state is not None:
                             found += self._tainted(self.layout.state_groups[group].name, state.pages)

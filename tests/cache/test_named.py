@@ -375,8 +375,10 @@ def test_a_plan_becomes_a_layout() -> None:
     assert [(g.name, g.role, g.pool_name, g.sight.window) for g in layout.token_groups] == [
         ("full", Role.FULL, "full", None),
         ("window1024", Role.LOCAL, "window1024", 1024),
-        ("tap3", Role.TAP, "taps", None),
-        ("tap7", Role.TAP, "taps", None),
+    ]
+    assert [(g.name, g.role, g.pool_name) for g in layout.tap_groups] == [
+        ("tap3", Role.TAP, "taps"),
+        ("tap7", Role.TAP, "taps"),
     ]
     assert layout.num_slabs == plan.num_slabs
     small = make_plan(load_model("qwen3.5-397b-a17b", tp=2), PlanOptions(5 * 2**30))
@@ -736,7 +738,7 @@ def test_two_invalidations_in_flight_go_back_to_the_earlier() -> None:
 def test_layouts_that_make_no_sense_are_refused() -> None:
     for groups, reason in (
         ([FULL, FULL], "same name"),
-        ([CacheGroup("a", Role.TAP, 4, pool="p"), CacheGroup("b", Role.TAP, 5, pool="p")], "one pool"),
+        ([FULL, CacheGroup("a", Role.TAP, 4, pool="p"), CacheGroup("b", Role.TAP, 5, pool="p")], "one pool"),
         ([FULL, CacheGroup("w", Role.LOCAL, 4)], "'w' of role local has .* a local group has a window or a chunk"),
         (
             [CacheGroup("f", Role.FULL, 4, sight=Sight(window=8))],

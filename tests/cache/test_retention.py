@@ -386,7 +386,7 @@ def test_the_cache_manages_exactly_the_bytes_that_the_plan_reports(name: str, me
     plan = make_plan(load_model(name), PlanOptions(memory_gib * 2**30))
     layout = CacheLayout.from_plan(plan)
     assert layout.num_slabs == plan.num_slabs
-    for group in (*layout.token_groups, *layout.state_groups):
+    for group in layout.groups:
         assert layout.num_slabs * group.pages_per_slab * group.page_bytes == plan.arena_bytes
 
 

@@ -125,7 +125,7 @@ def test_operations_act_one_after_the_other(ops: list[Operation], large: bool) -
     plan = plan_of("qwen3_next", 2 << 20)
     layout = CacheLayout.from_plan(plan)
     memory = Memory(plan, layout, CPU)
-    pools = {group.pool_name: group for group in (*layout.token_groups, *layout.state_groups)}
+    pools = {group.pool_name: group for group in layout.groups}
     ops = [op for op in ops if not isinstance(op, ZeroSlab) or op.slab < layout.num_slabs]
     memory.buffer.copy_(torch.from_numpy(np.random.default_rng(0).integers(0, 256, plan.arena_bytes, dtype=np.uint8)))
     naive = memory.buffer.clone()

@@ -24,7 +24,7 @@ from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.resume import Found, Resume
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
-from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.layout import CacheGroup, CacheLayout
 from hybridkv.cache.pins import Pin, Pins, PinState
 from hybridkv.cache.retention.named import DEFAULT_POLICY, default_checkpoints, named_policy
 from hybridkv.cache.retention.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
@@ -76,19 +76,20 @@ class Cache:
         self._pins = Pins(self._placement, compactor, clock)
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
+        self._taps = {group.name: group for group in layout.tap_groups}
 
     # --- lookup -------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: TokenIds, key: LookupKey = PLAIN_KEY) -> Match:
         """Look up a prompt in the index. Read-only."""
         found = self._find(pack_tokens(tokens), key)
-        resume = found.resume
+        resume, taps = found.resume, self._tap_groups(key.taps)
         num_blocks = (len(found.tokens) // TOKEN_BYTES - 1) // self.block_tokens
-        leader, leader_tokens = self._leaders.find_leader(found.path, found.tokens, num_blocks)
+        leader, leader_tokens = self._leaders.find_leader(found.path, found.tokens, num_blocks, taps)
         if leader is None and resume.matched_tokens > resume.position:
             leases = self._running.leases.values()
             leader, leader_tokens = self._leaders.find_rebuilder(
-                leases, key.root, found.tokens, num_blocks, resume.position
+                leases, key.root, found.tokens, num_blocks, resume.position, taps
             )
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens, found)
 
@@ -255,6 +256,11 @@ class Cache:
             self._placement.reattach(lease, limit)
         return lease.computed
 
+    def drop_taps(self, lease: Lease) -> None:
+        """Use no tapped layers from now on. What the lease has published of them stays for other requests."""
+        self._check_idle(lease)
+        self._placement.drop_taps(lease)
+
     # --- invalidation and reset ---------------------------------------------------------------------------------------
 
     def invalidate(self, pages: Mapping[str, Iterable[int]]) -> dict[int, int]:
@@ -380,8 +386,8 @@ class Cache:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _check_load(self, lease: Lease, num_loaded: int, num_tokens: int, num_drafts: int) -> None:
-        if not 0 < num_loaded <= num_tokens or lease.taps or num_drafts:
-            raise CacheError(f"cannot load {num_loaded} of {num_tokens} tokens: not more, and no taps and no drafts")
+        if not 0 < num_loaded <= num_tokens or num_drafts:
+            raise CacheError(f"cannot load {num_loaded} of {num_tokens} tokens: not more, and no drafts")
         if num_loaded < num_tokens and (lease.computed + num_loaded) % self.block_tokens:
             raise CacheError(f"cannot compute on after loading {num_loaded} tokens: they must end with a block")
 
@@ -400,12 +406,21 @@ class Cache:
         return found if found.is_current else self._find(packed, key)
 
     def _tap_groups(self, taps: Sequence[str]) -> tuple[int, ...]:
-        groups = self.layout.token_groups
+        """Indices of tapped layers. The first use of one adds it to all tables."""
         for name in taps:
-            if name not in self._token_group or groups[self._token_group[name]].role is not Role.TAP:
-                known = [group.name for group in groups if group.role is Role.TAP]
-                raise CacheError(f"no tap {name!r}: the cache has {known or 'none'}")
+            group = self._taps.get(name)
+            if group is None:
+                raise CacheError(f"no tap {name!r}: the cache has {list(self._taps) or 'none'}")
+            if name not in self._token_group:
+                self._add_tap(group)
         return tuple(self._token_group[name] for name in taps)
+
+    def _add_tap(self, group: CacheGroup) -> None:
+        self._token_group[group.name] = self._groups.add_tap(group)
+        self._prefixes.index.add_tap(self._prefixes.all_nodes(lease.leaf for lease in self.leases))
+        for lease in self.leases:
+            lease.pages.tables.append(None)
+            lease.pages.local_first.append(0)
 
     def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
         if not self._prefixes.needs_checkpoints:

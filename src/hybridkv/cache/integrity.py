@@ -84,6 +84,7 @@ class _Recount:
                 self.listed[pool.name].update(present)
             else:
                 self.owned[pool.name].update(present)
+            assert group not in self.groups.taps or not present or node in self.prefixes.index.tapped
         assert [c.position for c in node.checkpoints] == sorted(c.position for c in node.checkpoints)
         for checkpoint in node.checkpoints:
             self._checkpoint(node, checkpoint)

@@ -46,12 +46,14 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The groups of a cache, in the order of all its tables: full, local, tap; state groups are listed separately."""
+    """The groups of a cache: token groups in the order of all its tables (full, local), taps, and state groups."""
 
     block_tokens: int
     num_slabs: int
     token_groups: tuple[CacheGroup, ...]
     state_groups: tuple[CacheGroup, ...]
+    tap_groups: tuple[CacheGroup, ...] = ()
+    """Layers whose hidden states requests may use. The cache adds one to its tables with the first request for it."""
     kv_bytes_per_token: int = field(default=0)
     """Bytes of full-attention KV per token, with which the bytes of a checkpoint are compared."""
 
@@ -61,9 +63,11 @@ class CacheLayout:
     ) -> CacheLayout:
         if block_tokens < 1:
             raise PlanError(f"block of {block_tokens} tokens: pass the plan's block_tokens, at least 1")
-        order = [Role.FULL, Role.LOCAL, Role.TAP]
-        tokens = sorted((g for g in groups if g.role is not Role.STATE), key=lambda g: order.index(g.role))
-        states = tuple(group for group in groups if group.role is Role.STATE)
+        full, local, taps, states = (
+            tuple(group for group in groups if group.role is role)
+            for role in (Role.FULL, Role.LOCAL, Role.TAP, Role.STATE)
+        )
+        tokens = full + local
         if not tokens and not states:
             raise PlanError("a cache without groups has nothing to keep: pass the groups of a plan")
         if num_slabs < 2:
@@ -78,7 +82,7 @@ class CacheLayout:
                     f"group {group.name!r} of role {group.role} has {group.sight}: "
                     f"a local group has a window or a chunk, and no other group has"
                 )
-        return cls(block_tokens, num_slabs, tuple(tokens), states, kv_bytes_per_token)
+        return cls(block_tokens, num_slabs, tokens, states, taps, kv_bytes_per_token)
 
     @classmethod
     def from_plan(cls, plan: Plan) -> CacheLayout:
@@ -89,6 +93,11 @@ class CacheLayout:
             num_slabs=plan.num_slabs,
             kv_bytes_per_token=plan.model.kv_bytes_per_token,
         )
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """All groups."""
+        return self.token_groups + self.state_groups + self.tap_groups
 
     @property
     def needs_checkpoints(self) -> bool:

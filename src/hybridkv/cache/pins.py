@@ -154,7 +154,7 @@ class Pins:
     def _pages_of(self, lease: Lease) -> PinnedPages:
         tail = lease.pages.tail.tail_pages if lease.pages.tail is not None else []
         tables = {}
-        for index, (group, table) in enumerate(zip(self.groups.layout.token_groups, lease.pages.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups.token_groups, lease.pages.tables, strict=True)):
             if table is not None:
                 tables[group.name] = table + make_pages(tail[index : index + 1])
         states = {}
@@ -168,7 +168,7 @@ class Pins:
     def _places(self, lease: Lease) -> Iterator[tuple[Pool, int]]:
         """Every page of a pin, with its pool."""
         pages = self._pages_of(lease)
-        for group, pool in zip(self.groups.layout.token_groups, self.groups.token_pools, strict=True):
+        for group, pool in zip(self.groups.token_groups, self.groups.token_pools, strict=True):
             for page in pages.tables.get(group.name, ()):
                 if page != NULL_PAGE:
                     yield pool, page

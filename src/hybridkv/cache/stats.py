@@ -26,6 +26,8 @@ class CacheStats:
     blocks_shared: int = 0
     """Blocks that were computed, but that another request published first; one copy is kept."""
     blocks_evicted: int = 0
+    taps_evicted: int = 0
+    """Pages of tapped layers that were evicted by themselves: the blocks stay."""
     loaded_tokens: int = 0
     """Prompt tokens that the index did not have and that were loaded."""
     rollbacks: int = 0

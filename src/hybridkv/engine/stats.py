@@ -32,7 +32,7 @@ class MemoryUse:
     @classmethod
     def of(cls, cache: Cache, arena_bytes: int) -> MemoryUse:
         layout = cache.layout
-        groups = (*layout.token_groups, *layout.state_groups)
+        groups = layout.groups
         pages = {group.pool_name: group.page_bytes for group in groups}
         slab_bytes = groups[0].page_bytes * groups[0].pages_per_slab
         slabs = {name: count * slab_bytes for name, count in cache.slabs_in_use().items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridkv.cache import CacheLayout, CopyPage, Operation, ZeroPage, ZeroSlab
+from hybridkv.cache import CacheGroup, CacheLayout, CopyPage, Operation, ZeroPage, ZeroSlab
 from hybridkv.errors import InputError
 from hybridkv.memory.uploads import Uploader
 from hybridkv.plan import GroupPlan, PartView, Plan
@@ -31,7 +31,10 @@ class LayerMemory(NamedTuple):
     page: int
     """Which page of its item: not 0 only for states that are cut into several pages."""
     parts: dict[str, torch.Tensor]
-    """Over all pages of the arena: `[pages, tokens, heads, dim]` for tokens, `[pages, *shape]` for states."""
+    """Over all pages of the arena: `[pages, tokens, heads, dim]` for tokens, `[pages, *shape]` for states.
+
+    For taps `[slabs, pages of a slab, tokens, hidden]`.
+    """
 
 
 class Memory:
@@ -50,9 +53,8 @@ class Memory:
         self.taps: dict[int, LayerMemory] = {}
         for group in plan.groups:
             self._add_views(group)
-        groups = {group.pool_name: group for group in (*layout.token_groups, *layout.state_groups)}
-        self._pages = {name: self._words_of(group.page_bytes) for name, group in groups.items()}
-        self._slab_pages = {name: group.pages_per_slab for name, group in groups.items()}
+        groups = {group.pool_name: group for group in layout.groups}
+        self._pages = {name: self._words_of(group) for name, group in groups.items()}
 
     def attention(self, layer: int) -> LayerMemory:
         """What the attention of `layer` keeps."""
@@ -62,6 +64,10 @@ class Memory:
         """What the linear part of `layer` keeps."""
         return _find(self.states, layer, "a state")
 
+    def tap(self, layer: int) -> LayerMemory:
+        """What is kept of the hidden states that enter `layer`."""
+        return _find(self.taps, layer, "hidden states")
+
     def run(self, operations: Sequence[Operation]) -> None:
         """Carry out copies and zeroing in order. On a GPU they are only submitted, in order with the steps."""
         for batch in _independent(operations):
@@ -70,25 +76,31 @@ class Memory:
             if isinstance(first, CopyPage):
                 self._copy(pages, [op for op in batch if isinstance(op, CopyPage)])
             elif isinstance(first, ZeroPage):
-                pages[first.page].zero_()
+                pages[divmod(first.page, pages.shape[1])].zero_()
             else:
-                count = self._slab_pages[first.pool]
-                pages[first.slab * count : (first.slab + 1) * count].zero_()
+                pages[first.slab].zero_()
 
     def _copy(self, pages: torch.Tensor, copies: Sequence[CopyPage]) -> None:
-        if len(copies) < 3 or pages.shape[1] * pages.element_size() > _LARGE_PAGE_BYTES:
+        per_slab = pages.shape[1]
+        if len(copies) < 3 or pages.shape[2] * pages.element_size() > _LARGE_PAGE_BYTES:
             for copy in copies:
-                pages[copy.dst].copy_(pages[copy.src])
+                pages[divmod(copy.dst, per_slab)].copy_(pages[divmod(copy.src, per_slab)])
             return
         self._uploader.begin()
         sent = self._uploader.send("copies", src=[copy.src for copy in copies], dst=[copy.dst for copy in copies])
-        pages.index_copy_(0, sent["dst"], pages.index_select(0, sent["src"]))
+        src, dst = sent["src"], sent["dst"]
+        if pages.is_contiguous():
+            pages = pages.view(-1, pages.shape[2])
+            pages.index_copy_(0, dst, pages.index_select(0, src))
+        else:
+            pages[dst // per_slab, dst % per_slab] = pages[src // per_slab, src % per_slab]
 
-    def _words_of(self, stride_bytes: int) -> torch.Tensor:
-        """Every page of a pool as a row of words."""
-        words = self.buffer.view(_WORD)
-        per_page = stride_bytes // words.element_size()
-        return words[: len(words) // per_page * per_page].view(-1, per_page)
+    def _words_of(self, group: CacheGroup) -> torch.Tensor:
+        """All pages of a pool as words: `[slabs, pages of a slab, words]`."""
+        words, per_page = self.buffer.view(_WORD), group.page_bytes // _WORD.itemsize
+        per_slab = self.plan.slab_bytes // _WORD.itemsize
+        shape = self.plan.num_slabs, group.pages_per_slab, per_page
+        return words.as_strided(shape, (per_slab, per_page, 1))
 
     def _add_views(self, group: GroupPlan) -> None:
         kept = self._kept_by(group.specs[0])
@@ -105,10 +117,14 @@ class Memory:
 
     def _strided(self, group: GroupPlan, view: PartView) -> torch.Tensor:
         dtype = torch_dtype(view.dtype)
-        num_pages = self.plan.num_slabs * group.pages_per_slab
-        strides = [stride // dtype.itemsize for stride in (group.stride_bytes, *view.strides_bytes)]
+        pages = [self.plan.num_slabs * group.pages_per_slab]
+        strides_bytes = [group.stride_bytes]
+        if isinstance(group.specs[0], HiddenTap):  # their pages leave some bytes of a slab
+            pages = [self.plan.num_slabs, group.pages_per_slab]
+            strides_bytes = [group.slab_bytes, group.stride_bytes]
+        strides = [stride // dtype.itemsize for stride in (*strides_bytes, *view.strides_bytes)]
         offset = view.offset_bytes // dtype.itemsize
-        return self.buffer.view(dtype).as_strided((num_pages, *view.shape), strides, offset)
+        return self.buffer.view(dtype).as_strided((*pages, *view.shape), strides, offset)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

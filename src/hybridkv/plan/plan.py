@@ -12,7 +12,7 @@ from itertools import groupby
 
 from hybridkv.errors import PlanError
 from hybridkv.plan.layout import PageLayout, Row, check_row_order, lay_out, most_pages
-from hybridkv.plan.slabs import PADDING_LIMIT, PageNeed, SlabChoice, choose_slab, smallest_arena
+from hybridkv.plan.slabs import PADDING_LIMIT, PAGE_ALIGN_BYTES, PageNeed, SlabChoice, choose_slab, smallest_arena
 from hybridkv.spec import FullAttention, HiddenTap, LayerSpec, LinearState, ModelSpec
 from hybridkv.units import format_at_least, format_bytes
 
@@ -24,6 +24,8 @@ _ENOUGH_PAGES = 16
 """Blocks that a slab holds at least, in an arena of many slabs."""
 _MANY_SLABS = 4096
 """Slabs that an arena keeps at least, if several are made one at all."""
+_MOST_TAP_LOSS = 1 / 200
+"""The part of the memory that one slab may take so that tapped layers fit into it better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class GroupPlan:
     layout: PageLayout
     stride_bytes: int
     pages_per_slab: int
+    slab_bytes: int
 
     @property
     def kind(self) -> str:
@@ -79,8 +82,8 @@ class GroupPlan:
 
     @property
     def padding_ratio(self) -> float:
-        """The part of this group's pages that holds nothing."""
-        return 1 - self.layout.item_bytes / (self.layout.pages * self.stride_bytes)
+        """The part of this group's slabs that holds nothing."""
+        return 1 - self.layout.item_bytes * self.pages_per_slab / (self.layout.pages * self.slab_bytes)
 
     def row_of(self, layer: int) -> Row:
         """The one row that holds `layer`."""
@@ -88,6 +91,14 @@ class GroupPlan:
             if layer in row.layers:
                 return row
         raise PlanError(f"layer {layer} is not in group {self.name!r}: its layers are {list(self.layers)}")
+
+    def page_offset(self, page: int) -> int:
+        """Where page `page` begins in the arena: at `page * stride_bytes`, but for tapped layers.
+
+        A slab is a whole number of strides of every other group. In a slab of tapped layers some bytes are left over.
+        """
+        slab, index = divmod(page, self.pages_per_slab)
+        return slab * self.slab_bytes + index * self.stride_bytes
 
     def held_pages(self, num_tokens: int, block_tokens: int) -> int:
         """The most pages one request of `num_tokens` holds at once; `block_tokens` is the plan's."""
@@ -124,7 +135,7 @@ class Plan:
         """Where page `page` of `group` begins in the arena."""
         if not 0 <= page < self.num_slabs * group.pages_per_slab:
             raise PlanError(f"page {page} of group {group.name!r} is outside the arena")
-        return page * group.stride_bytes
+        return group.page_offset(page)
 
     def slabs_for(self, num_requests: int, num_tokens: int) -> int:
         """Slabs that many requests of that length hold, each with its own tokens and one working state."""
@@ -156,7 +167,8 @@ def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
     """Decide everything about the memory of `model`."""
     options.check()
     _check_model(model, options)
-    groups = split_into_groups(model.layers, options.attn_pack_size)
+    taps = [spec for spec in model.layers if isinstance(spec, HiddenTap)]
+    groups = split_into_groups([spec for spec in model.layers if spec not in taps], options.attn_pack_size)
     layouts, choice = _choose_layouts(groups, options)
     if choice is None:
         needed = _smallest_arena(groups, options)
@@ -165,16 +177,34 @@ def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
             f"give it at least {format_at_least(needed)}"
         )
     slab_bytes = choice.slab_bytes * _slabs_together(groups, choice, options.memory_bytes)
-    return Plan(
-        model=model,
-        options=options,
-        slab_bytes=slab_bytes,
-        num_slabs=options.memory_bytes // slab_bytes,
-        groups=tuple(
-            GroupPlan(name, specs, layout, stride, slab_bytes // stride)
-            for (name, specs), layout, stride in zip(groups.items(), layouts, choice.strides_bytes, strict=True)
-        ),
-    )
+    tap_layout = lay_out(taps, options.block_tokens, options.row_layers, options.row_order) if taps else None
+    if tap_layout is not None:
+        slab_bytes *= _slabs_for_taps(_tap_stride(tap_layout), slab_bytes, options.memory_bytes)
+    planned = [
+        GroupPlan(name, specs, layout, stride, slab_bytes // stride, slab_bytes)
+        for (name, specs), layout, stride in zip(groups.items(), layouts, choice.strides_bytes, strict=True)
+    ]
+    if tap_layout is not None and _tap_stride(tap_layout) <= slab_bytes:
+        stride = _tap_stride(tap_layout)
+        planned.append(
+            GroupPlan(taps[0].group, tuple(taps), tap_layout, stride, slab_bytes // stride, slab_bytes)
+        )
+    return Plan(model, options, slab_bytes, options.memory_bytes // slab_bytes, tuple(planned))
+
+
+def _tap_stride(layout: PageLayout) -> int:
+    return -(-layout.page_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+
+
+def _slabs_for_taps(stride_bytes: int, slab_bytes: int, memory_bytes: int) -> int:
+    """How many slabs make one, so that pages of tapped layers leave little of a slab unused.
+
+    The slab is chosen for all other groups. They keep their strides; for them a larger slab costs next to nothing.
+    """
+    most = max(1, int(_MOST_TAP_LOSS * memory_bytes / slab_bytes))
+    unused = {m: m * slab_bytes % stride_bytes / (m * slab_bytes) for m in range(1, most + 1)}
+    fit = [m for m, ratio in unused.items() if ratio <= PADDING_LIMIT]
+    return fit[0] if fit else min(unused, key=lambda m: unused[m])
 
 
 def _slabs_together(groups: Mapping[str, tuple[LayerSpec, ...]], choice: SlabChoice, memory_bytes: int) -> int:

@@ -40,7 +40,7 @@ class Meter:
         self._ended = 0
         self._peak_slabs = 0
         self._started_at = time.perf_counter()
-        groups = (*cache.layout.token_groups, *cache.layout.state_groups)
+        groups = cache.layout.groups
         self._page_bytes = {group.pool_name: group.page_bytes for group in groups}
         self._evicted = _evicted_reason(cache)
         self._slab_bytes = groups[0].page_bytes * groups[0].pages_per_slab

@@ -76,7 +76,7 @@ class HostPages(PageBytes):
         """Nothing to do: copies are complete on return."""
 
     def _view(self, group: GroupPlan, row: Row, page: int) -> memoryview:
-        start = page * group.stride_bytes + row.offset_bytes
+        start = group.page_offset(page) + row.offset_bytes
         return self._bytes[start : start + row.nbytes]
 
 

@@ -46,7 +46,7 @@ class DevicePages(PageBytes):
             if len(wanted) < len(pages):
                 rows = rows[torch.tensor(wanted, device=self._device)]
             places = torch.tensor([page for page in pages if page is not None], device=self._device)
-            self._rows(group, row).index_copy_(0, places, rows)
+            self._rows(group, row)[places // group.pages_per_slab, places % group.pages_per_slab] = rows
             done = self._in.record_event()
         done.synchronize()
 
@@ -55,7 +55,8 @@ class DevicePages(PageBytes):
         staged = _pinned(row, len(pages))
         with torch.cuda.stream(self._out):
             places = torch.tensor(pages, device=self._device)
-            staged.copy_(self._rows(group, row).index_select(0, places), non_blocking=True)
+            rows = self._rows(group, row)[places // group.pages_per_slab, places % group.pages_per_slab]
+            staged.copy_(rows, non_blocking=True)
             done = self._out.record_event()
         return Copy(memoryview(staged.numpy()).cast("B"), done.synchronize)
 
@@ -63,10 +64,11 @@ class DevicePages(PageBytes):
         torch.cuda.current_stream(self._device).wait_stream(self._out)
 
     def _rows(self, group: GroupPlan, row: Row) -> torch.Tensor:
-        """The row of every page of the arena: `[pages, words]`."""
-        size, stride = _WORD.itemsize, group.stride_bytes // _WORD.itemsize
-        shape = len(self._words) // stride, row.nbytes // size
-        return self._words.as_strided(shape, (stride, 1), row.offset_bytes // size)
+        """The row of every page of the arena: `[slabs, pages of a slab, words]`."""
+        size = _WORD.itemsize
+        slab, stride = group.slab_bytes // size, group.stride_bytes // size
+        shape = len(self._words) // slab, group.pages_per_slab, row.nbytes // size
+        return self._words.as_strided(shape, (slab, stride, 1), row.offset_bytes // size)
 
 
 def _pinned(row: Row, count: int) -> torch.Tensor:

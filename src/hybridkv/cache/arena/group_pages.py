@@ -13,7 +13,7 @@ from hybridkv.cache.arena.pages import NULL_PAGE, Pages, make_pages
 from hybridkv.cache.arena.pools import Slab
 from hybridkv.cache.arena.slabs import Arena
 from hybridkv.cache.index.tree import Checkpoint, Node, State, null_pages
-from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.sight import NEVER
 
 
@@ -23,21 +23,31 @@ class GroupPages:
     def __init__(
         self, layout: CacheLayout, run_operations: Callable[[Sequence[Operation]], None] | None = None
     ) -> None:
-        groups = (*layout.token_groups, *layout.state_groups)
         self.layout = layout
-        self.arena = Arena(layout.num_slabs, {group.pool_name: group.pages_per_slab for group in groups})
+        self.token_groups = list(layout.token_groups)
+        """In the order of all tables: those of the layout, then the taps that requests have used so far."""
+        self.arena = Arena(layout.num_slabs, {group.pool_name: group.pages_per_slab for group in layout.groups})
         self.token_pools = [self.arena.pools[group.pool_name] for group in layout.token_groups]
         self.state_pools = [self.arena.pools[group.pool_name] for group in layout.state_groups]
         roles = [group.role for group in layout.token_groups]
         self.full = [i for i, role in enumerate(roles) if role is Role.FULL]
         self.local = [i for i, role in enumerate(roles) if role is Role.LOCAL]
-        self.taps = [i for i, role in enumerate(roles) if role is Role.TAP]
+        self.taps: list[int] = []
         for group in self.local:
             self.token_pools[group].share_pages(layout.num_slabs)
         self._block_tokens = layout.block_tokens
         self._sights = [group.sight for group in layout.token_groups]
         self._local_sights = [layout.token_groups[group].sight for group in self.local]
         self._run_operations = run_operations
+
+    def add_tap(self, group: CacheGroup) -> int:
+        """Append a tapped layer to the token groups. Returns its index."""
+        index = len(self.token_groups)
+        self.token_groups.append(group)
+        self.token_pools.append(self.arena.pools[group.pool_name])
+        self._sights.append(group.sight)
+        self.taps.append(index)
+        return index
 
     def run_operations(self) -> None:
         """Run the pending operations, if the memory layer is synchronous."""

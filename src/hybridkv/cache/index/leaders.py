@@ -51,8 +51,13 @@ class Leaders:
                 del self._computing[block]
             lease.announced = None
 
-    def find_leader(self, path: Sequence[PathNode], tokens: bytes, max_blocks: int) -> tuple[Lease | None, int]:
-        """A lease at the end of `path` that computes the next block of `tokens`, and the shared prefix's length."""
+    def find_leader(
+        self, path: Sequence[PathNode], tokens: bytes, max_blocks: int, taps: Sequence[int]
+    ) -> tuple[Lease | None, int]:
+        """A lease at the end of `path` that computes the next block of `tokens`, and the shared prefix's length.
+
+        It uses all tapped layers of `taps`.
+        """
         if not path:
             return None, 0
         node, num_blocks = path[-1]
@@ -60,22 +65,23 @@ class Leaders:
         if num_blocks < node.num_blocks or first >= max_blocks:
             return None, 0
         leader = self._computing.get((node, tokens[first * size : (first + 1) * size]))
-        if leader is None:
+        if leader is None or not leader.has_taps(taps):
             return None, 0
         ahead = leader.tokens[first * size : leader.prompt_tokens * TOKEN_BYTES]
         most = min(len(ahead) // size, max_blocks - first)
         return leader, (first + common_blocks(ahead, tokens, first * size, most, size)) * self.block_tokens
 
     def find_rebuilder(
-        self, leases: Iterable[Lease], key: bytes, tokens: bytes, max_blocks: int, position: int
+        self, leases: Iterable[Lease], key: bytes, tokens: bytes, max_blocks: int, position: int, taps: Sequence[int]
     ) -> tuple[Lease | None, int]:
-        """A lease that recomputes a known prefix because a state is missing, and the length of the shared prefix.
+        """A lease that recomputes a known prefix for want of a state or tap, and the length of the shared prefix.
 
         It can keep a checkpoint where the prompts diverge.
         """
         best, most, size = None, position, self.block_bytes
         for lease in leases:
-            if lease.computed < lease.prompt_tokens and lease.root_key == key and not (lease.is_pin or lease.aborted):
+            is_running = lease.computed < lease.prompt_tokens and not (lease.is_pin or lease.aborted)
+            if is_running and lease.root_key == key and lease.has_taps(taps):
                 blocks = min(lease.prompt_tokens // self.block_tokens, max_blocks)
                 if not blocks or lease.tokens[:size] != tokens[:size]:
                     continue

@@ -177,6 +177,22 @@ class PrefixCache:
                 present = pages if group in self.groups.full else [page for page in pages if page != NULL_PAGE]
                 self.groups.arena.give_back(self.groups.token_pools[group], present)
 
+    def free_taps(self, node: Node) -> int:
+        """Free the pages of all tapped layers of a node and of its checkpoints. Returns the number of pages."""
+        num_freed = 0
+        self.index.tapped.pop(node, None)
+        self.index.changed()
+        for group in self.groups.taps:
+            found = [page for page in node.pages[group] or () if page != NULL_PAGE]
+            node.pages[group] = None
+            for checkpoint in node.checkpoints:
+                if checkpoint.tail_pages and not checkpoint.holds and checkpoint.tail_pages[group] != NULL_PAGE:
+                    found.append(checkpoint.tail_pages[group])
+                    checkpoint.tail_pages[group] = NULL_PAGE
+            self.groups.arena.give_back(self.groups.token_pools[group], found)
+            num_freed += len(found)
+        return num_freed
+
     def _cut_after_last_checkpoint(self, node: Node) -> None:
         """Free the blocks after the last checkpoint: without full attention they cannot be resumed from."""
         last = max((c.position // self.block_tokens for c in node.checkpoints), default=node.start)

@@ -12,7 +12,8 @@ until no lease uses them. The index neither allocates nor frees pages: `PrefixCa
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -224,6 +225,9 @@ class Index:
         self.block_tokens = block_tokens
         self.block_bytes = block_tokens * TOKEN_BYTES
         self.num_token_groups = num_token_groups
+        self._first_tap = num_token_groups
+        self.tapped: OrderedDict[Node, None] = OrderedDict()
+        """Nodes with pages of tapped layers; those that a request used last come last."""
         self.roots: dict[bytes, Node] = {}
         self.version = 0
         """While it is the same, lookups return the same result, checkpoints and pages included."""
@@ -231,6 +235,26 @@ class Index:
     def changed(self) -> None:
         """Invalidate earlier lookup results: nodes, checkpoints or missing pages have changed."""
         self.version += 1
+
+    def add_tap(self, nodes: Iterable[Node]) -> None:
+        """Add a tapped layer to the token groups. `nodes`: all nodes, those that are cut off too."""
+        self.num_token_groups += 1
+        for node in nodes:
+            node.pages.append(make_pages() if node.parent is None else None)
+            for checkpoint in node.checkpoints:
+                if checkpoint.tail_pages:
+                    checkpoint.tail_pages.append(NULL_PAGE)
+
+    def note_taps(self, node: Node) -> None:
+        """Call when a node has got pages of a tapped layer."""
+        if any(node.pages[self._first_tap :]):
+            self.tapped[node] = None
+
+    def touch_taps(self, leaf: Node) -> None:
+        """A request uses the tapped layers of a path. Its end counts as older than its beginning."""
+        for node in leaf.path():
+            if node in self.tapped:
+                self.tapped.move_to_end(node)
 
     def root(self, key: bytes) -> Node:
         """The root for `key`, created on first use."""
@@ -299,6 +323,8 @@ class Index:
         for checkpoint in head.checkpoints:
             checkpoint.node = head
         head.hold_slabs(node.slabs)
+        if node in self.tapped:
+            self.note_taps(head)
         self.changed()
         return head
 
@@ -319,6 +345,8 @@ class Index:
         child.first, child.start, child.parent = node.first, node.start, node.parent
         node.parent.children[child.first] = child
         child.hold_slabs(node.slabs)
+        if node in self.tapped:
+            self.note_taps(child)
         self.forget(node)
         self.changed()
         return child
@@ -338,10 +366,12 @@ class Index:
             ]
             node.tokens += tokens
             node.keys += keys
+            self.note_taps(node)
             return node
         child = Node(node, first, tokens, pages)
         child.first, child.keys, child.dead = bytes(tokens[:size]), keys, node.dead
         node.children[child.first] = child
+        self.note_taps(child)
         return child
 
     def truncate(self, node: Node, num_blocks: int) -> list[Pages | None]:
@@ -370,6 +400,7 @@ class Index:
     def forget(self, node: Node) -> None:
         """Mark a node as gone and clear it. Slabs that still list it as a holder drop it later."""
         node.slabs.clear()
+        self.tapped.pop(node, None)
         node.pages, node.keys, node.checkpoints, node.children = [], [], [], {}
         node.dead = node.gone = True
 

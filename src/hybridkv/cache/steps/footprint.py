@@ -28,13 +28,13 @@ def at_least(leases: Collection[Lease], groups: GroupPages) -> Needs:
     """Tight lower bound of the pages that leases hold, by pool. Shared pages count once."""
     nodes = {node for lease in leases for node in lease.leaf.path()}
     footprint: Needs = {}
-    for group in (*groups.full, *groups.taps):
-        runs = [run for node in nodes if (run := node.pages[group]) is not None]
-        num_pages = sum(map(len, runs))
-        if group in groups.taps:
-            num_pages -= sum(run.count(NULL_PAGE) for run in runs)
+    for group in groups.full:
+        num_pages = sum(len(run) for node in nodes if (run := node.pages[group]) is not None)
         num_pages += sum(max(0, len(lease.pages.tables[group] or ()) - lease.leaf.end) for lease in leases)
         footprint[groups.token_pools[group]] = footprint.get(groups.token_pools[group], 0) + num_pages
+    for group in groups.taps:
+        seen = {page for lease in leases for page in lease.pages.tables[group] or ()}
+        footprint[groups.token_pools[group]] = footprint.get(groups.token_pools[group], 0) + len(seen)
     for group in groups.local:
         seen = {page for lease in leases for page in lease.pages.tables[group] or ()}
         footprint[groups.token_pools[group]] = len(seen - {NULL_PAGE})

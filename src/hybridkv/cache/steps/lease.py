@@ -144,6 +144,10 @@ class Lease:
         """Positions where a checkpoint is wanted, and why."""
         return self.plan.wanted
 
+    def has_taps(self, taps: Sequence[int]) -> bool:
+        """Whether it uses all these tapped layers."""
+        return not taps or set(taps) <= set(self.taps)
+
     def append(self, tokens: TokenIds) -> None:
         """Append tokens: a forced continuation, a tool's answer. Sampled tokens are passed to `commit`."""
         self.tokens += pack_tokens(tokens)

@@ -30,7 +30,6 @@ class Placement:
         self.rule = ResumeRule(layout)
         self.block_tokens = layout.block_tokens
         self.block_bytes = prefixes.index.block_bytes
-        self.token_groups = layout.token_groups
         self.state_groups = layout.state_groups
         self._next_id = 0
 
@@ -79,6 +78,8 @@ class Placement:
             prefixes.history.continued(lease.lineage, leaf, position)
         elif resume.matched_tokens > position:
             self._recall_matched(lease, path, block, resume.matched_tokens // self.block_tokens)
+        if lease.taps:
+            prefixes.index.touch_taps(leaf)
         self.running.leases[lease.id] = lease
         self.leaders.announce(lease)
 
@@ -106,7 +107,7 @@ class Placement:
 
     def _name_tables(self, pages: LeasePages, position: int) -> None:
         pages.named_tables = {
-            group.name: table for group, table in zip(self.token_groups, pages.tables, strict=True) if table is not None
+            group.name: table for group, table in zip(self.groups.token_groups, pages.tables, strict=True) if table is not None
         }
         pages.slide_at = self.groups.next_slide(position)
 
@@ -160,6 +161,18 @@ class Placement:
             if table is not None and len(table) > keep:
                 self.groups.free_pages(group, table[keep:])
                 del table[keep:]
+
+    def drop_taps(self, lease: Lease) -> None:
+        """Give up the tapped layers of a lease. What is published stays."""
+        pages = lease.pages
+        for group in lease.taps:
+            table = pages.tables[group]
+            assert table is not None
+            self.groups.free_pages(group, table[lease.leaf.end :])
+            pages.tables[group] = None
+            del pages.named_tables[self.groups.token_groups[group].name]
+        pages.copied = [(group, page) for group, page in pages.copied if group not in lease.taps]
+        lease.taps = ()
 
     def settle_tail(self, lease: Lease) -> None:
         """Drop the lease's reference to the checkpoint it resumed from."""

@@ -93,7 +93,12 @@ class Reclaimer:
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict_least(self, needs: Needs) -> bool:
-        """Evict the item of least value, or as much of its end as is needed. False if nothing is evictable."""
+        """Evict the item of least value, or as much of its end as is needed. False if nothing is evictable.
+
+        Tapped layers are evicted first: no request but those that ask for them misses them.
+        """
+        if self.prefixes.index.tapped and self._evict_taps():
+            return True
         history = self.prefixes.history
         popped = self.prefixes.queue.pop(history.clock)
         if popped is None:
@@ -104,6 +109,16 @@ class Reclaimer:
             self.evict_checkpoint(item)
         else:
             self._evict_blocks(item, needs)
+        return True
+
+    def _evict_taps(self) -> bool:
+        """Evict the tapped layers of the node whose were used least recently. False if requests use all of them."""
+        leases = self.running.leases.values()
+        in_use = {node for lease in leases if lease.taps for node in lease.leaf.path()}
+        node = next((node for node in self.prefixes.index.tapped if node not in in_use), None)
+        if node is None:
+            return False
+        self.stats.taps_evicted += self.prefixes.free_taps(node)
         return True
 
     def evict_checkpoint(self, checkpoint: Checkpoint) -> None:

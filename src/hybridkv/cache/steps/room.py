@@ -24,22 +24,28 @@ def extend_some(cache: Cache, lease: Lease, num_tokens: int) -> StepTables | NoR
         cache.rollback(lease, lease.computed - 1)
 
 
-def could_fit(layout: CacheLayout, num_tokens: int) -> bool:
-    """Whether an empty arena has room for a request of `num_tokens`. If not, nothing should be evicted for it."""
+def could_fit(layout: CacheLayout, num_tokens: int, num_taps: int = 0) -> bool:
+    """Whether an empty arena has room for a request of `num_tokens` that uses `num_taps` tapped layers.
+
+    If not, nothing should be evicted for it.
+    """
     slabs = sum(
         -(-_held_pages(group, num_tokens, layout.block_tokens) // group.pages_per_slab)
         for group in (*layout.token_groups, *layout.state_groups)
-        if group.role is not Role.TAP
     )
+    if num_taps:
+        if not layout.tap_groups:
+            return False
+        slabs += -(-num_taps * -(-num_tokens // layout.block_tokens) // layout.tap_groups[0].pages_per_slab)
     return slabs < layout.num_slabs
 
 
-def longest_fit(layout: CacheLayout, most: int) -> int:
+def longest_fit(layout: CacheLayout, most: int, num_taps: int = 0) -> int:
     """Length of the longest request, up to `most`, that fits into an empty arena."""
     fits, too_long = 0, most + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        fits, too_long = (middle, too_long) if could_fit(layout, middle) else (fits, middle)
+        fits, too_long = (middle, too_long) if could_fit(layout, middle, num_taps) else (fits, middle)
     return fits
 
 

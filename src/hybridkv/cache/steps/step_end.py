@@ -153,6 +153,8 @@ class StepEnd:
                 prefixes.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
             node.turn, node.new_tokens = lineage.turn, end * self.block_tokens - lineage.continued_from
+        if lease.taps:
+            index.touch_taps(lease.leaf)
         pages.copied = []
         self._own_slabs_only(lease)
         self.leaders.announce(lease)
@@ -183,6 +185,7 @@ class StepEnd:
             if len(spare) < len(mine):
                 theirs[:] = make_pages(b or a for a, b in zip(mine, theirs, strict=True))
                 self.prefixes.index.changed()
+                self.prefixes.index.note_taps(node)
                 node.hold_slabs(lease.pages.slabs)
                 if group in groups.local:
                     theirs = make_pages(b if a else NULL_PAGE for a, b in zip(mine, theirs, strict=True))
