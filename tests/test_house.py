@@ -30,6 +30,7 @@ FLOORS = [
     "replay",
     "store",
     "stream",
+    "taps",
 ]
 FLOORS += ["engine", "demo", "serve", "cli"]
 
