@@ -43,7 +43,7 @@ def estimate(extraction: Extraction, prompts: Prompts, folder: TapFolder, manife
     return (
         f"{left:,} samples, {about}{tokens:,} tokens, layers {layers} as {manifest.dtype}\n"
         f"bytes: about {format_bytes(nbytes)}; {format_bytes(free)} are free{': too little' if nbytes > free else ''}\n"
-        f"hours: about {tokens / speed / 3600:,.2f}, at {speed:,.0f} tokens/s, as {len(done)} samples show"
+        f"time: about {_duration(tokens / speed)}, at {speed:,.0f} tokens/s, as {len(done)} samples show"
     )
 
 
@@ -79,6 +79,12 @@ def _measure(
     if errors:
         raise ReplyError(f"{len(errors)} of {len(done)} samples failed: {errors[0]}")
     return done, speed
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:,.1f} minutes"
+    return f"{seconds / 3600:,.1f} hours"
 
 
 def _existing(path: Path) -> Path:

@@ -113,11 +113,12 @@ class DatasetPrompts(Prompts):
 
 
 def import_datasets() -> Any | None:
-    """Hugging Face's `datasets`, which is optional: None if it is not installed."""
+    """Hugging Face's `datasets`, without its bars. It is optional: None if it is not installed."""
     try:
         import datasets
     except ModuleNotFoundError:
         return None
+    datasets.disable_progress_bars()
     return datasets
 
 
