@@ -363,10 +363,10 @@ def test_files_that_are_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in complaint(capsys, 2, "x", "-i", str(path), "-o", str(tmp_path / "out"), "--layers", "1")
 
 
-def test_the_datasets_own_folder_cannot_be_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_datasets_own_folder_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]]}).save_to_disk(str(tmp_path))
-    given = ["x", "-i", str(tmp_path), "-o", str(tmp_path), "--layers", "1", "--max-tokens", "2"]
+    folder, row = str(tmp_path / "data"), {"input_ids": [5, 6, 7]}
+    made = datasets.Dataset.from_generator(lambda: iter([row]), cache_dir=str(tmp_path / "cache"), fingerprint="test")
+    made.save_to_disk(folder)
+    given = ["x", "-i", folder, "-o", folder, "--layers", "1", "--max-tokens", "2"]
     assert "the dataset's own folder, would not fit it" in complaint(capsys, 2, *given)
