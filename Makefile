@@ -15,7 +15,7 @@ SAMPLE := 0.05
 MORE := 0.7
 
 .PHONY: help setup setup-vllm setup-compiled serve test test-all test-more test-vllm test-compiled lint format clean \
-	prove-cache prove-engine prove-store prove-stream \
+	prove-cache prove-engine prove-store prove-stream prove-taps \
 	bench bench-core bench-engine bench-replay bench-store bench-serve bench-stream
 
 help: ## Show the targets
@@ -82,6 +82,10 @@ prove-stream: setup ## Random lives of requests on stores with random faults: 40
 
 prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
 	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill
+
+# Files of hidden states, and `hybridkv extract` on a tiny model: both are killed, and both write random samples.
+prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, then resumed
+	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/cli/test_extract.py -k "random or kill"
 
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ import typer
 
 from hybridkv.cli.chat import chat_command
 from hybridkv.cli.demo import demo_command
+from hybridkv.cli.extract import extract_command
 from hybridkv.cli.generate import generate_command
 from hybridkv.cli.interrupts import INTERRUPTED
 from hybridkv.cli.models import models_command
@@ -34,6 +35,7 @@ app.command("models")(models_command)
 app.command("replay")(replay_command)
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
+app.command("extract")(extract_command)
 app.command("serve")(serve_command)
 app.command("demo")(demo_command)
 app.add_typer(store_app, name="store")
