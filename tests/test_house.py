@@ -63,6 +63,8 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("test", ".venv/bin/pytest -n auto --sample 0.05"),
     ("test-all", ".venv/bin/pytest -n auto"),
     ("test-more", ".venv/bin/pytest -n auto --sample 0.05:0.7"),
+    ("test-vllm", ".venv-vllm/bin/pytest tests_vllm"),
+    ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
     ("bench-serve", ".venv/bin/python benchmarks/serve_load.py"),
 ])  # fmt: skip
 def test_make_does_what_it_says(target: str, runs: str) -> None:
