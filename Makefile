@@ -46,13 +46,13 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 
 setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
 
-# Both calls name torch: otherwise the second one replaces it by a CUDA build. speculators never imports torchvision and
-# torchaudio, which are CUDA builds that break imports of transformers: remove them.
+# torch stands in the same call, so that nothing replaces it. --no-compile: most of these files are never imported.
+# speculators imports neither torchvision nor torchaudio. Their CUDA builds break imports of transformers: remove them.
 .venv-speculators/.ready: pyproject.toml Makefile
 	@echo "setting up .venv-speculators, with torch: this takes some minutes, once"
 	test -x $(SPECULATORS_BIN)/python || $(PYTHON) -m venv .venv-speculators
-	$(SPECULATORS_BIN)/python $(PIP_INSTALL) $(TORCH)
-	$(SPECULATORS_BIN)/python $(PIP_INSTALL) $(TORCH) speculators==0.9.0 transformers==5.19.0 pytest==9.2.0 -e .
+	$(SPECULATORS_BIN)/python $(PIP_INSTALL) --no-compile $(TORCH) speculators==0.9.0 transformers==5.19.0 \
+		pytest==9.2.0 -e .
 	$(SPECULATORS_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio
 	touch $@
 
