@@ -1,9 +1,10 @@
-# Every target sets up what it needs. `make setup` and `make setup-vllm` are stamps: they run again when this file or
-# pyproject.toml changes.
+# Every target sets up what it needs. `make setup`, `make setup-vllm` and `make setup-speculators` are stamps: they run
+# again when this file or pyproject.toml changes.
 
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
+SPECULATORS_BIN := .venv-speculators/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
@@ -14,7 +15,8 @@ CORE := .compiled
 SAMPLE := 0.05
 MORE := 0.7
 
-.PHONY: help setup setup-vllm setup-compiled serve test test-all test-more test-vllm test-compiled lint format clean \
+.PHONY: help setup setup-vllm setup-speculators setup-compiled serve lint format clean \
+	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-store prove-stream prove-taps \
 	bench bench-core bench-engine bench-replay bench-store bench-serve bench-stream
 
@@ -42,6 +44,18 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e '.[serve]'
 	touch $@
 
+setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
+
+# torch stands in the same call, so that nothing replaces it. --no-compile: most of these files are never imported.
+# speculators imports neither torchvision nor torchaudio. Their CUDA builds break imports of transformers: remove them.
+.venv-speculators/.ready: pyproject.toml Makefile
+	@echo "setting up .venv-speculators, with torch: this takes some minutes, once"
+	test -x $(SPECULATORS_BIN)/python || $(PYTHON) -m venv .venv-speculators
+	$(SPECULATORS_BIN)/python $(PIP_INSTALL) --no-compile $(TORCH) speculators==0.9.0 transformers==5.19.0 \
+		pytest==9.2.0 -e .
+	$(SPECULATORS_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio
+	touch $@
+
 setup-compiled: .compiled/.ready ## A .compiled with the package and its cache core compiled to C
 
 .compiled/.ready: pyproject.toml build_hook.py Makefile src/hybridkv/sight.py $(wildcard src/hybridkv/cache/*.py src/hybridkv/cache/*/*.py) | .venv/.ready
@@ -55,7 +69,7 @@ serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the de
 test: setup ## A sample of the tests that covers every test function, family and fault
 	$(BIN)/pytest -n auto --sample $(SAMPLE)
 
-test-all: setup ## All tests but those inside vLLM
+test-all: setup ## All tests but those with vLLM and speculators
 	$(BIN)/pytest -n auto
 
 test-more: setup ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
@@ -63,6 +77,9 @@ test-more: setup ## Cases that `make test` left out, if both have the same HYBRI
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm
+
+test-speculators: setup setup-speculators ## Tests of hidden states with speculators, in its own environment
+	$(SPECULATORS_BIN)/pytest tests_speculators
 
 test-compiled: setup-compiled ## The tests of the cache core, compiled
 	cd .compiled && $(CURDIR)/$(BIN)/python -c 'from hybridkv.cache import IS_COMPILED; assert IS_COMPILED'
@@ -119,4 +136,4 @@ bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--second
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .venv .venv-vllm .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
