@@ -25,6 +25,7 @@ from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.seams import Frame
 from hybridkv.errors import PlanError
 from hybridkv.memory import Memory
+from hybridkv.models.layers import with_all_taps
 from hybridkv.plan import PlanOptions, make_plan
 from tests.engine.zoo import oracle_logits
 
@@ -85,12 +86,13 @@ class Driver:
         max_num_seqs: int = 16,
         device: str = "cpu",
         tolerance: float = TOLERANCE,
+        has_taps: bool = True,
         **options: Any,
     ) -> None:
         self.model = model
         self.tolerance = tolerance
         loaded = load(copy.deepcopy(model), device=device)  # the model itself stays stock: it is the oracle
-        plan = make_plan(loaded.spec, PlanOptions(memory_bytes, **options))
+        plan = make_plan(with_all_taps(loaded.spec) if has_taps else loaded.spec, PlanOptions(memory_bytes, **options))
         self.layout = CacheLayout.from_plan(plan)
         self.memory = Memory(plan, self.layout, loaded.device)
         self.cache = Cache(self.layout, run_operations=self.memory.run)

@@ -245,7 +245,7 @@ class EngineCore:
         """Handle a forward pass that raised. All samples roll back to their last kept state and retry a few times."""
         updates: list[Update] = []
         if self.streaming is not None:
-            self.streaming.ran()
+            self.streaming.ran(failed=True)
         for sample, tables in scheduled:
             assert sample.lease is not None
             self.cache.commit(sample.lease, failed=True)

@@ -16,8 +16,8 @@ size finds its objects.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -25,11 +25,12 @@ from hybridkv.cache import CacheGroup, CacheLayout, Role
 from hybridkv.cache.retention.policy import affordable_grid
 from hybridkv.plan import GroupPlan, Plan
 from hybridkv.plan import Row as PlanRow
+from hybridkv.spec import HiddenTap
 from hybridkv.store import ObjectName
 
 FORMAT = 1
 STRETCH_TOKENS = 256
-_RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2}
+_RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
 """Read order of rows that are needed at the same layer."""
 
 
@@ -53,7 +54,7 @@ class StoredGroup:
 
     @property
     def name(self) -> str:
-        return self.plan.name
+        return self.cache.name
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
@@ -77,16 +78,15 @@ class Catalogue:
     """The stored groups of one model on one engine."""
 
     def __init__(self, plan: Plan, layout: CacheLayout, identity: str, *, stretch_tokens: int = STRETCH_TOKENS) -> None:
-        """`identity`: a digest of the weights. `stretch_tokens`: tokens per object; part of the namespace.
-
-        Hidden states are not stored.
-        """
+        """`identity`: a digest of the weights. `stretch_tokens`: tokens per object; part of the namespace."""
         self.block_tokens = layout.block_tokens
         self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
         self.grid_tokens = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
         """Distance between stored grid states, in tokens."""
         cached = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
         kept = [StoredGroup(group, cached[group.name]) for group in plan.groups if group.name in cached]
+        self.tap_groups = _tap_groups(plan, layout)
+        """Hidden states, by layer: stored and loaded only for requests that use them, with their tokens."""
         self.token_groups = [group for group in kept if not group.is_state]
         self.state_groups = [group for group in kept if group.is_state]
         self.is_plain = all(group.cache.role is Role.FULL for group in kept)
@@ -103,6 +103,10 @@ class Catalogue:
     @property
     def groups(self) -> list[StoredGroup]:
         return [*self.token_groups, *self.state_groups]
+
+    def needed(self, names: Collection[str]) -> list[StoredGroup]:
+        """The token groups of a request, and those taps that are among `names`."""
+        return [*self.token_groups, *(group for name, group in self.tap_groups.items() if name in names)]
 
     def name(self, group: StoredGroup, key: bytes) -> ObjectName:
         return ObjectName(self.namespace, group.name, key.hex())
@@ -136,9 +140,9 @@ class Catalogue:
         count = 1 if group.is_state else self.stretch(group, end).num_blocks
         return [row.nbytes * count for row in group.rows]
 
-    def load_bytes(self, start: int, end: int) -> int:
+    def load_bytes(self, start: int, end: int, taps: Collection[str] = ()) -> int:
         """Bytes that are read for a request at `start` that will resume at `end`."""
-        tokens = sum(sum(self.row_bytes(group, e)) for group in self.token_groups for e in self.ends(group, start, end))
+        tokens = sum(sum(self.row_bytes(group, e)) for group in self.needed(taps) for e in self.ends(group, start, end))
         return tokens + sum(group.item_bytes for group in self.state_groups)
 
     def _digest(self, plan: Plan, identity: str) -> str:
@@ -152,6 +156,19 @@ class Catalogue:
             "groups": {group.name: [_canonical(row) for row in group.rows] for group in self.groups},
         }
         return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _tap_groups(plan: Plan, layout: CacheLayout) -> dict[str, StoredGroup]:
+    """A stored group for each tapped layer: the plan has one for all."""
+    planned = next((group for group in plan.groups if isinstance(group.specs[0], HiddenTap)), None)
+    if planned is None:
+        return {}
+    found = {}
+    for group, spec, view in zip(layout.tap_groups, planned.specs, planned.rows[0].views, strict=True):
+        row = replace(planned.rows[0], layers=(spec.layer,), views=(view,))
+        alone = replace(planned, specs=(spec,), layout=replace(planned.layout, rows=(row,)))
+        found[group.name] = StoredGroup(alone, group)
+    return found
 
 
 def _canonical(row: PlanRow) -> list[object]:

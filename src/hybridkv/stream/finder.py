@@ -6,7 +6,7 @@ The finder may run in another process than the mover (`mover`): only plain data 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from hybridkv.store import ObjectName, Store
@@ -86,8 +86,11 @@ class Finder:
     def block_keys(self, root_key: bytes) -> BlockKeys:
         return BlockKeys(root_key, self.catalogue.block_tokens)
 
-    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int) -> Fetch | None:
-        """Look up a prompt after `start`, up to `limit`. None: no full block to gain, or `is_blocked`."""
+    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int, taps: Collection[str] = ()) -> Fetch | None:
+        """Look up a prompt after `start`, up to `limit`. None: no full block to gain, or `is_blocked`.
+
+        `taps`: groups of tapped layers that it needs, too.
+        """
         size = self.catalogue.block_tokens
         if limit // size <= start // size:
             return None
@@ -96,7 +99,7 @@ class Finder:
             return None
         self._stats.lookups += 1
         found = self._workers.submit(
-            lambda: last_stored(self._store, self.catalogue, keys.first(limit // size, tokens), start)
+            lambda: last_stored(self._store, self.catalogue, keys.first(limit // size, tokens), start, taps)
         )
         found.add_done_callback(lambda _: self._on_answer())
         fetch = Fetch(start, found, self._clock() + self._timeout_s, self._clock)

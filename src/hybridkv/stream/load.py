@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from hybridkv.cache import Role
 from hybridkv.errors import StoreError
 from hybridkv.plan import Row
 from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
@@ -81,8 +82,13 @@ class _Task(NamedTuple):
     end: int
 
     @property
+    def needed_at(self) -> int:
+        """The layer that waits for the row. None waits for hidden states."""
+        return _ALL_LAYERS if self.source.group.cache.role is Role.TAP else self.row.first_layer
+
+    @property
     def order(self) -> tuple[int, int, int]:
-        return self.row.first_layer, self.source.group.rank, self.end
+        return self.needed_at, self.source.group.rank, self.end
 
 
 class Load:
@@ -123,8 +129,8 @@ class Load:
         self._num_copying = 0
         """Readers that are copying a row into its pages."""
         self._is_given_up = False
-        self._left = Counter(task.row.first_layer for task in self._waiting)
-        """Number of rows that are not loaded yet, by first layer."""
+        self._left = Counter(task.needed_at for task in self._waiting)
+        """Number of rows that are not loaded yet, by the layer that waits for them."""
         self._sources = list(dict.fromkeys(task.source for task in self._waiting))
         self.names = [source.name for source in self._sources]
 
@@ -234,7 +240,7 @@ class Load:
 
     def _read_over(self, task: _Task, on_over: Callable[[], None]) -> None:
         with self._changed:
-            self._left[task.row.first_layer] -= 1
+            self._left[task.needed_at] -= 1
             self._num_reading -= 1
             self.seconds = self._clock() - self._began
             self._changed.notify_all()
@@ -251,7 +257,7 @@ class Load:
 def _tasks(store: Store, catalogue: Catalogue, request: PageRequest, keys: Mapping[int, bytes]) -> list[_Task]:
     tasks: list[_Task] = []
     start, end, size = request.start, request.end, catalogue.block_tokens
-    for group in catalogue.token_groups:
+    for group in catalogue.needed(request.blocks):
         table, first_seen = request.blocks[group.name], group.cache.sight.first_visible_block(end, size)
         for e in catalogue.ends(group, start, end):
             source = _Source(store, catalogue, group, keys[e], e)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hybridkv.cache import Role
 from hybridkv.store import ObjectName, Store
@@ -12,23 +12,29 @@ _BATCH = 64
 """Positions per lookup."""
 
 
-def last_stored(store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int) -> int:
+def last_stored(
+    store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int, taps: Collection[str] = ()
+) -> int:
     """The last position after `start` that the store can supply; `start` if there is none.
 
-    `keys`: of the prompt's full blocks, up to the last position at which it may resume. The call makes a few round
+    `keys`: of the prompt's full blocks, up to the last position at which it may resume. `taps`: groups of tapped layers
+    that it needs, too. The call makes a few round
     trips and blocks on the store: do not call it on the engine thread.
     """
-    return _Lookup(store, catalogue, keys, start).find()
+    return _Lookup(store, catalogue, keys, start, catalogue.needed(taps)).find()
 
 
 class _Lookup:
     """Lookup of one prompt."""
 
-    def __init__(self, store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int) -> None:
+    def __init__(
+        self, store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int, token_groups: Sequence[StoredGroup]
+    ) -> None:
         self._store = store
         self._catalogue = catalogue
         self._keys = keys
         self._start = start
+        self._token_groups = token_groups
 
     def find(self) -> int:
         size = self._catalogue.block_tokens
@@ -63,9 +69,7 @@ class _Lookup:
 
     def _has_all(self, end: int) -> bool:
         catalogue = self._catalogue
-        names = [
-            self._name(group, e) for group in catalogue.token_groups for e in catalogue.ends(group, self._start, end)
-        ]
+        names = [self._name(group, e) for group in self._token_groups for e in catalogue.ends(group, self._start, end)]
         names += [self._name(group, end) for group in catalogue.state_groups]
         return all(self._store.lookup(names))
 

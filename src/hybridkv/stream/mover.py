@@ -117,7 +117,8 @@ class Mover:
         """
         found: list[Outgoing] = []
         for point in points:
-            tokens = {group: self._block_pages(group, request, point.end) for group in self.catalogue.token_groups}
+            needed = self.catalogue.needed(request.blocks)
+            tokens = {group: self._block_pages(group, request, point.end) for group in needed}
             states = {group: request.states[group.name].get(point.end) for group in self.catalogue.state_groups}
             resumes = point.resumes and None not in (*tokens.values(), *states.values())
             if resumes or self.catalogue.ends_stretch(point.end):

@@ -43,6 +43,11 @@ class StepTransfers:
         for outgoing, number in self._due.pop(layer, ()):
             self._dumper.row(outgoing, number)
 
+    def after_last_layer(self) -> None:
+        """All layers have run. Rows of what the last layer or the final norm gives are complete only now."""
+        for layer in list(self._due):
+            self.after_layer(layer)
+
     def finish(self) -> None:
         """All layers have run, or one has failed: end the loads. A second call does nothing."""
         for load in self.loads.values():

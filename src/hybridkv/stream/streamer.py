@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from hybridkv.store import Store
@@ -56,12 +56,12 @@ class Streamer:
         )
         self._close_timeout_s = close_timeout_s
 
-    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int) -> Fetch | None:
+    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int, taps: Collection[str] = ()) -> Fetch | None:
         """Look up a prompt, as `Finder.find`. None also while loads hang on all threads."""
         if self.mover.is_blocked:
             self.stats.skipped_lookups += 1
             return None
-        return self.finder.find(keys, tokens, start, limit)
+        return self.finder.find(keys, tokens, start, limit, taps)
 
     def ended(self, load: Load, mode: str) -> None:
         """Count a load that has ended or was given up. Objects of a successful load are touched in the store."""

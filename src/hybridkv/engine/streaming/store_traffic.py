@@ -89,7 +89,8 @@ class Streaming:
         match, tokens = sample.match, sample.tokens
         assert match is not None
         limit = len(tokens) // TOKEN_BYTES - 1
-        return Transfer(self.streamer.find(sample.keys(self.streamer), tokens, match.num_tokens, limit))
+        keys, taps = sample.keys(self.streamer), sample.key.taps
+        return Transfer(self.streamer.find(keys, tokens, match.num_tokens, limit, taps))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
         """Called when a sample gets a lease: start an asynchronous load, or note how far its first step loads."""
@@ -227,9 +228,11 @@ class Streaming:
         if self._step is not None:
             self._step.after_layer(layer)
 
-    def ran(self) -> None:
+    def ran(self, *, failed: bool = False) -> None:
         """Called when all layers have run, or one has failed. A second call does nothing."""
         if self._step is not None and not self._step.has_run:
+            if not failed:
+                self._step.after_last_layer()
             self._step.finish()
             self.streamer.stats.wait_seconds += self._step.wait_seconds
             self.streamer.mover.settle()
