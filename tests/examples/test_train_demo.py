@@ -145,3 +145,59 @@ def test_training_never_asks_in_held_out_wordings() -> None:
             said |= {skills._fill(rng, wording, label=label, value="x").lower() for _ in range(100)}
     assert len(said) > 500
     assert not {text.rstrip(".?") for text in held} & {text.rstrip(".?") for text in said}
+
+
+@pytest.mark.parametrize(("name", "slots"), [("statements", "label value"), ("questions", "label")])
+def test_recall_wordings_name_the_label_and_nothing_unknown(name: str, slots: str) -> None:
+    filled = {slot: f"<{slot}>" for slot in slots.split()}
+    assert len(set(skills.RECALL[name])) == len(skills.RECALL[name]) > 220
+    for wording in skills.RECALL[name]:
+        for seed in range(10):
+            text = skills._fill(random.Random(seed), wording, **filled)
+            assert all(f"<{slot}>" in text for slot in filled), wording
+            assert not set("[]{") & set(text) - set("{" if "{{" in wording else ""), wording
+
+
+@pytest.mark.parametrize(
+    ("before", "template", "text", "said"),
+    [
+        ("Oh, one thing: ", "The {label}?", "The key?", "Oh, one thing: the key?"),
+        ("Good. ", "The {label}?", "The key?", "Good. The key?"),
+        ("Anyway, ", "{value} is the {label}.", "Xor is the key.", "Anyway, Xor is the key."),
+        ("Anyway, ", "I'm giving you the {label}: {value}.", "I'm giving", "Anyway, I'm giving"),
+        ("Right, so ", "FYI, the {label} is {value}.", "FYI, the", "Right, so FYI, the"),
+    ],
+)
+def test_a_lead_in_keeps_the_capitals_of_values_and_names(before: str, template: str, text: str, said: str) -> None:
+    assert skills._lead_in(before, text, template) == said
+
+
+def test_a_fact_is_said_with_its_value_as_it_is_and_at_times_with_small_talk() -> None:
+    rng, fact = random.Random(0), skills.Fact("harbour key", "Xo-47b", is_mine=True)
+    said = [fact.say(rng, ["The {label} is {value}."]) for _ in range(1000)]
+    assert all("y harbour key is" in text and "Xo-47b" in text for text in said)
+    plain = sum(text.replace('"', "") == "My harbour key is Xo-47b." for text in said)
+    assert 680 < plain < 820
+    assert not any('""' in fact.say(rng, ['{label}: "{value}"']) for _ in range(200))
+    assert fact.say(rng, ["THE {label} IS {value}!"]).count("MY harbour key") == 1
+
+
+def test_words_are_also_rare_and_in_pairs() -> None:
+    rng = random.Random(0)
+    drawn = [skills.word(rng, MATERIAL).lower() for _ in range(1000)]
+    assert sum(" " in text for text in drawn) > 50
+    assert sum("-" in text for text in drawn) > 50
+    assert 300 < sum(text in WORDS for text in drawn) < 700
+
+
+def test_texts_to_repeat_are_often_a_few_words() -> None:
+    texts = [skills.repeat(random.Random(seed), MATERIAL, 100)[1]["content"] for seed in range(300)]
+    assert sum(len(text.split()) <= 4 for text in texts) > 100
+
+
+def test_a_repeated_text_with_quotes_is_not_put_in_quotes() -> None:
+    material = Material(WORDS, ['"Come in," he said, "and sit down by the fire." It was a long road.'])
+    for seed in range(200):
+        for asked, reply in zip(*[iter(skills.repeat(random.Random(seed), material, 100))] * 2, strict=True):
+            assert reply["content"] in asked["content"]
+            assert '""' not in asked["content"]
