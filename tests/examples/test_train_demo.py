@@ -12,12 +12,11 @@ import torch
 import transformers
 from model import Trainer, gated_delta_rule, initial_weights, linear, make_config, rms_norm
 from skills import HELD_OUT, SKILLS, Material
-from tokens import EXACT, PROMPT, Rows, Stage, probe, train_tokenizer
+from tokens import EXACT, PROMPT, Rows, Stage, probe
+
+from tests.examples.conftest import MATERIAL, WORDS
 
 VOCABULARY = 512
-WORDS = ["apple", "river", "stone", "window", "carpet", "engine", "yellow", "garden", "pepper", "silver"]
-SENTENCES = ["The cat sat on the mat and looked at the rain.", "It was a long road.", "Nobody knew who had come first."]
-MATERIAL = Material(WORDS, [" ".join(SENTENCES * 3), " ".join(SENTENCES)])
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +96,9 @@ def test_weights_and_moments_survive_their_packing(weights: dict[str, torch.Tens
     assert ((back - moment).abs().amax(1) <= moment.abs().amax(1) / 8).all()
 
 
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    documents = ["\n\n".join(MATERIAL.paragraphs)] * 3
-    made = Rows(train_tokenizer(documents, seed=0), documents, seed=3, batch_tokens=2048, total_steps=10)
-    made.__dict__["material"] = MATERIAL
-    return made
-
-
 def test_the_same_step_has_the_same_batch(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {"copy": 0.25, "text": 0.25, "chat": 0.25, "skill": 0.25}
-    monkeypatch.setattr("tokens.STAGES", [Stage(1.0, 512, shares)])
+    monkeypatch.setattr(rows, "stages", [Stage(1.0, 512, shares)])
     tokens, importance = rows.batch(4)
     assert tokens.shape == (4, 513)
     assert importance.shape == (4, 512)
