@@ -7,6 +7,7 @@ import lzma
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,14 @@ def make_piece(rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(train, "NEXT_STAGES", SHORT)
     (tmp_path / "corpus-00.xz").write_bytes(lzma.compress("\n\0\n".join(rows.documents).encode()))
     save_tokenizer(rows.bpe, tmp_path)
-    options = {"data": tmp_path, "run": tmp_path, "start": None, "steps": 300, "minutes": 5, "batch_tokens": 128}
+    options: dict[str, Any] = {
+        "data": tmp_path,
+        "run": tmp_path,
+        "start": None,
+        "steps": 300,
+        "minutes": 5,
+        "batch_tokens": 128,
+    }
     options |= {"workers": 1, "probes": 0, "no_compile": True}
     options |= {"matrix_rate": 0.02, "embed_rate": 0.03, "head_rate": 0.004, "small_rate": 0.005}
     made: list[train.Piece] = []
@@ -90,7 +98,7 @@ def test_a_save_that_is_cut_off_leaves_the_last_state(make_piece: MakePiece, mon
     piece = make_piece()
     piece._save()
     piece.step = 7
-    saved = []
+    saved: list[Path] = []
 
     def save_one(shard: Weights, path: Path) -> None:
         if saved:
