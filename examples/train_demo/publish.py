@@ -11,6 +11,8 @@ from model import Weights, make_config
 from safetensors.torch import save_file
 from tokens import END_OF_TEXT, MESSAGE_END
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
 
 def publish(weights: Weights, bpe: Any, run: Path) -> None:
     """RUN/model: config, weights in bfloat16, tokenizer."""
@@ -24,9 +26,8 @@ def publish(weights: Weights, bpe: Any, run: Path) -> None:
     small = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(small, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors makes files for their owner alone
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (run / name).is_file():
-            (directory / name).write_bytes((run / name).read_bytes())
+    for name in TOKENIZER_FILES:
+        (directory / name).write_bytes((run / name).read_bytes())
 
 
 def draw_losses(log: Path, picture: Path) -> None:

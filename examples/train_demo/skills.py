@@ -48,6 +48,7 @@ HELD_OUT: dict[str, Any] = json.loads(Path(__file__).with_name("held_out.json").
 
 _START = ["br", "cr", "d", "f", "gl", "h", "k", "l", "m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"]
 _VOWELS = ["a", "e", "i", "o", "u", "ea", "oo"]
+_TAILS = ["er", "ish", "ing", "ment", "able", "ling", "ful", "ory", "ock", "ato"]
 _END = ["den", "ford", "mouth", "wick", "ton", "field", "stow", "by", "ham", "low", "mere"]
 
 
@@ -86,8 +87,20 @@ def token(rng: random.Random) -> str:
     return "".join(rng.choices(letters + string.digits, k=rng.randint(4, 12)))
 
 
+def rare_word(rng: random.Random, material: Material) -> str:
+    """A word of the texts, at times with its ending changed, or one that no text has."""
+    shape = rng.random()
+    if shape < 0.25:
+        return made_up(rng)
+    text = rng.choice(material.words)
+    return text + rng.choice(_TAILS) if shape < 0.4 and text[-1] not in "aeiouy" else text
+
+
 def word(rng: random.Random, material: Material) -> str:
-    text = made_up(rng) if rng.random() < 0.25 else rng.choice(material.words)
+    """One word, or a pair such as "lemon tower" or "lemon-tower"."""
+    text = rare_word(rng, material)
+    if rng.random() < 0.2:
+        text += rng.choice((" ", "-")) + rare_word(rng, material)
     return rng.choice((text, text, text, text, text, text.upper(), text.capitalize()))
 
 
@@ -103,7 +116,9 @@ LABELS: dict[str, list[str]] = _DATA["labels"]
 OWNED: dict[str, list[str]] = _DATA["owned_labels"]
 RECALL: dict[str, list[str]] = _DATA["recall"]
 
+_NOT_LOWERED = re.compile(r"I\b|[A-Z][A-Z.]")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_QUOTED = re.compile(r"""["']\{(value|text)\}""")
 
 
 def _fill(rng: random.Random, template: str, **slots: str) -> str:
@@ -116,14 +131,23 @@ def _fill(rng: random.Random, template: str, **slots: str) -> str:
 
 def ask(rng: random.Random, templates: Sequence[str], **slots: str) -> str:
     """A question, as different people put it."""
-    text = _fill(rng, rng.choice(templates), **slots)
-    before = rng.choice(RECALL["before"])
-    if before.endswith(": ") or before == "Now ":
-        text = text[0].lower() + text[1:] if text[:2] != "I " else text
-    text = before + text + (rng.choice(RECALL["after"]) if text[-1] in ".?" else "")
+    template = rng.choice(templates)
+    text = _fill(rng, template, **slots)
+    if rng.random() < 0.3:
+        text = _lead_in(rng.choice(RECALL["before"]), text, template)
+    if rng.random() < 0.2 and text[-1] in ".?":
+        text += rng.choice(RECALL["after"])
     if rng.random() < 0.15:
         text = text[0].lower() + text[1:] if rng.random() < 0.5 else text.rstrip("?.")
     return text
+
+
+def _lead_in(before: str, text: str, template: str) -> str:
+    """`text` after some words: in lower case where it goes on with their sentence and does not start with a slot."""
+    ends_sentence = before[-2] in ".!?"
+    if not (ends_sentence or template.startswith("{") or _NOT_LOWERED.match(text)):
+        text = text[0].lower() + text[1:]
+    return before + text
 
 
 def user(text: str) -> Message:
@@ -139,6 +163,16 @@ def answer_with(text: str) -> Message:
     return {"role": "assistant", "content": text, "exact": "yes"}
 
 
+def _chatty(rng: random.Random, text: str, template: str) -> str:
+    """A statement with some words before it, after it, or both."""
+    shape = rng.random()
+    if shape < 0.65:
+        text = _lead_in(rng.choice(RECALL["say_before"]), text, template)
+    if shape > 0.35 and text[-1] in ".!?":
+        text += rng.choice(RECALL["say_after"])
+    return text
+
+
 @dataclass(frozen=True)
 class Fact:
     label: str
@@ -152,8 +186,9 @@ class Fact:
     def say(self, rng: random.Random, templates: Sequence[str]) -> str:
         """One of the wordings of `templates` about this: with "my" where it is the user's."""
         template = rng.choice(templates)
-        value = f'"{self.value}"' if "{value}" in template and rng.random() < 0.08 else self.value
-        return _fill(rng, self._owned(template), label=self.label, value=value)
+        value = f'"{self.value}"' if not _QUOTED.search(template) and rng.random() < 0.08 else self.value
+        text = _fill(rng, self._owned(template), label=self.label, value=value)
+        return _chatty(rng, text, template) if rng.random() < 0.25 else text
 
     def ask(self, rng: random.Random, templates: Sequence[str]) -> str:
         return ask(rng, [self._owned(rng.choice(templates))], label=self.label)
@@ -161,7 +196,9 @@ class Fact:
     def _owned(self, template: str) -> str:
         if not self.is_mine:
             return template
-        return template.replace("the {label}", "my {label}").replace("The {label}", "My {label}")
+        for the, my in (("the", "my"), ("The", "My"), ("THE", "MY")):
+            template = template.replace(f"{the} {{label}}", f"{my} {{label}}")
+        return template
 
 
 def _facts(rng: random.Random, material: Material, count: int) -> list[Fact]:
@@ -297,6 +334,12 @@ GENRES: list[tuple[list[Attribute], Callable[[random.Random], str]]] = [
     (PLACES, lambda rng: f"{rng.choice(_PLACE_WORDS)} {rng.choice(_LISTS['things'])}"),
     (TRAINS, place_name),
 ]
+_POSSESSIVE = [
+    template.replace("the {label}", "{label}").replace("The {label}", "{Label}").replace("THE {label}", "{label}")
+    for template in RECALL["questions"]
+    if re.search(r"\bthe \{label\}|\{Label\}", template, re.IGNORECASE)
+]
+"""Questions for what belongs to someone, without an article."""
 _NOT_SAID = "The text does not say that."
 
 
@@ -309,8 +352,7 @@ def _ask_about(rng: random.Random, attribute: Attribute, who: str, held_out: boo
     subject = f"the {who}" if attribute in PLACES else f"the train to {who}" if attribute in TRAINS else who
     if rng.random() < 0.5:
         return ask(rng, RECALL["questions"], label=f"{attribute.name} of {subject}")
-    possessive = [template.replace("the {label}", "{label}") for template in RECALL["questions"]]
-    return ask(rng, possessive, label=f"{subject}'s {attribute.name}")
+    return ask(rng, _POSSESSIVE, label=f"{subject}'s {attribute.name}")
 
 
 def document(rng: random.Random, material: Material, chars: int, held_out: bool = False) -> list[Message]:
@@ -353,16 +395,23 @@ def repeat(rng: random.Random, material: Material, chars: int, held_out: bool = 
     limit = 700 if rng.random() < 0.2 else 120
     for i in range(rng.randint(1, 4)):
         shape = rng.random()
-        if shape < 0.3:
-            text = ", ".join(rng.choices(material.words, k=rng.randint(1, 12)))
+        if shape < 0.35:
+            text = rng.choice((" ", " ", ", ")).join(rare_word(rng, material) for _ in range(rng.randint(1, 4)))
+            text = rng.choice((text, text, text.capitalize(), text + "."))
         elif shape < 0.5:
+            text = ", ".join(rng.choices(material.words, k=rng.randint(1, 12)))
+        elif shape < 0.65:
             text = " ".join(
                 rng.choice((code, number, person, place_name, token))(rng) for _ in range(rng.randint(1, 5))
             )
         else:
             text = " ".join(material.filler(rng, rng.randint(50, limit)))
-        shown = f'"{text}"' if rng.random() < 0.1 and '"' not in text else text
-        asked = _fill(rng, rng.choice(HELD_OUT["repeat"] if held_out else _DATA["repeat"]["asked"]), text=shown)
+        templates: list[str] = HELD_OUT["repeat"] if held_out else _DATA["repeat"]["asked"]
+        if '"' in text:
+            templates = [template for template in templates if not _QUOTED.search(template)]
+        template = rng.choice(templates)
+        has_marks = '"' in text or _QUOTED.search(template)
+        asked = _fill(rng, template, text=f'"{text}"' if not has_marks and rng.random() < 0.1 else text)
         if i == 0 and chars > 300:
             asked = "\n".join(material.filler(rng, chars - 200)) + "\n\n" + asked
         messages += [user(asked), answer_with(text)]
@@ -390,25 +439,10 @@ def _count_up(rng: random.Random, held_out: bool) -> tuple[str, str]:
     backwards = step == 1 and rng.random() < 0.25
     if backwards:
         numbers.reverse()
-    seen = (
-        "[Please |Now |]count [|up ]from {a} [|up ]to {b}{by}.",
-        "[Please |]count{by} from {a} to {b}.",
-        "[Can|Could|Will] you [|please ]count [|up ]from {a} to {b}{by}?",
-        "[count|Count] {a} to {b}{by}",
-        "[Say|Write|List|Give me|Tell me|Show me] [|all ]the numbers from {a} to {b}{by}.",
-        "[Which|What] numbers [come|are|lie] from {a} to {b}{by}?",
-        "I want you to count from {a} to {b}{by}.",
-        "Start at {a} and count to {b}{by}.",
-    )
     kept = ("Name the numbers from {a} to {b}{by}.", "Let me hear you count from {a} up to {b}{by}.")
-    down = (
-        "[Please |Now |]count [down|backwards|back] from {a} to {b}.",
-        "[Can|Could|Will] you count [down|backwards|back] from {a} to {b}?",
-        "[Say|Write|List] the numbers from {a} down to {b}.",
-        "Start at {a} and count [down|back|backwards] to {b}.",
-    )
     down_kept = ("Say the numbers backwards from {a} to {b}.",)
-    template = rng.choice((down_kept if backwards else kept) if held_out else (down if backwards else seen))
+    seen: list[str] = _DATA["count"]["down" if backwards else "up"]
+    template = rng.choice((down_kept if backwards else kept) if held_out else seen)
     return _fill(rng, template, a=numbers[0], b=numbers[-1], by=by), ", ".join(numbers) + "."
 
 
@@ -416,28 +450,14 @@ def _count_items(rng: random.Random, held_out: bool) -> tuple[str, str]:
     items = rng.choices(rng.sample(_LISTS["fruit"], rng.randint(2, 5)), k=rng.randint(1, 12))
     listed = ", ".join(items)
     if rng.random() < 0.5:
-        seen = (
-            "How many [words|items|things|fruits|pieces of fruit] are [|there ]in [this|the|my] list: {x}?",
-            "[Count|Please count|Can you count] the [words|items|things|fruits]: {x}",
-            "How many [words|items|things|fruits] [are there|do you see|do I list|do I name]? {x}",
-            "[What is|Give me] the number of [items|things|fruits]: {x}",
-            "[My|The|Here is a] list: {x}. How many [words|items|things|fruits] [is that|are these|are there]?",
-        )
         kept = ("Tell me the number of words in this list: {x}.",)
         answer = f"There are {len(items)}." if len(items) > 1 else "There is 1."
-        return _fill(rng, rng.choice(kept if held_out else seen), x=listed), answer
+        return _fill(rng, rng.choice(kept if held_out else _DATA["count"]["items"]), x=listed), answer
     item = rng.choice(items)
-    seen = (
-        "How [many times|often] does {i} [appear|occur|come] in [this|the|my] list: {x}?",
-        "How [many times|often] do I [say|write|name] {i}? {x}",
-        "[Count|Please count] the word {i}: {x}",
-        "[My|The|Here is a] list: {x}. How [many times|often] is {i} in it?",
-        "[Can you say|Say|I want to know] how often {i} [appears|occurs] here: {x}",
-    )
     kept = ("Tell me how often {i} is in this list: {x}.",)
     times = items.count(item)
     answer = f"It appears {times} time{'s' if times > 1 else ''}."
-    return _fill(rng, rng.choice(kept if held_out else seen), i=item, x=listed), answer
+    return _fill(rng, rng.choice(kept if held_out else _DATA["count"]["times"]), i=item, x=listed), answer
 
 
 SKILLS: dict[str, Callable[[random.Random, Material, int, bool], list[Message]]] = {

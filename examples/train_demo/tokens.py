@@ -98,13 +98,18 @@ class Stage:
     mix: dict[str, float]
 
 
-STAGES = [
+STAGES = (
     Stage(0.04, 1024, {"copy": 0.35, "text": 0.15, "chat": 0.15, "skill": 0.35}),
     Stage(0.45, 1024, {"copy": 0.02, "text": 0.28, "chat": 0.25, "skill": 0.45}),
     Stage(0.88, 2048, {"copy": 0.02, "text": 0.25, "chat": 0.25, "skill": 0.48}),
     Stage(1.00, 4096, {"copy": 0.02, "text": 0.15, "chat": 0.28, "skill": 0.55}),
-]
-SKILL_SHARES = {"recall": 0.30, "lookup": 0.12, "document": 0.28, "repeat": 0.14, "count": 0.16}
+)
+NEXT_STAGES = (
+    Stage(0.75, 1024, {"copy": 0.02, "text": 0.15, "chat": 0.25, "skill": 0.58}),
+    Stage(1.00, 4096, {"copy": 0.02, "text": 0.13, "chat": 0.25, "skill": 0.60}),
+)
+"""For a model that copies already: more questions and less text."""
+SKILL_SHARES = {"recall": 0.32, "lookup": 0.04, "document": 0.27, "repeat": 0.22, "count": 0.15}
 
 # How much a token counts in the loss. What a user writes is hard to guess and need not be learned.
 TEXT, PROMPT, CHAT, EXACT = 40, 8, 100, 200
@@ -119,6 +124,7 @@ class Rows:
     seed: int
     batch_tokens: int
     total_steps: int
+    stages: Sequence[Stage] = STAGES
 
     @cached_property
     def material(self) -> Material:
@@ -129,7 +135,7 @@ class Rows:
         return int(self.bpe.token_to_id(END_OF_TEXT))
 
     def stage(self, step: int) -> Stage:
-        return next(stage for stage in STAGES if step < stage.until * self.total_steps or stage is STAGES[-1])
+        return next(stage for stage in self.stages if step < stage.until * self.total_steps or stage is self.stages[-1])
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [rows, T + 1], and the importance [rows, T] of each token after the first."""
@@ -207,10 +213,12 @@ def probe(rows: Rows, skill: str, tokens: int, held_out: bool, rng: random.Rando
         chars = max(60, chars - max(20, excess * 3))
 
 
-def load_rows(corpus: Path, tokenizer: Path, seed: int, batch_tokens: int, total_steps: int) -> Rows:
+def load_rows(
+    corpus: Path, tokenizer: Path, seed: int, batch_tokens: int, total_steps: int, stages: Sequence[Stage] = STAGES
+) -> Rows:
     from tokenizers import Tokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    rows = Rows(Tokenizer.from_file(str(tokenizer)), read_corpus(corpus), seed, batch_tokens, total_steps)
+    rows = Rows(Tokenizer.from_file(str(tokenizer)), read_corpus(corpus), seed, batch_tokens, total_steps, stages)
     assert rows.material.words  # made once, before processes share it
     return rows

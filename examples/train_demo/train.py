@@ -4,6 +4,7 @@
     python examples/train_demo/train.py --data data --run run --minutes 8.5      # again and again
 
 RUN keeps the tokenizer, the resume state (under 60 MiB, in files under 16 MiB), a log and, at the end, the model.
+`--start MODEL` goes on from a published model, with its tokenizer, instead of random weights.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 from evaluate import Probes, skill_table
 from model import Trainer, Weights, initial_weights
 from optimizer import Optimizer, pack, pack_weights, unpack, unpack_weight
-from publish import draw_losses, publish
+from publish import TOKENIZER_FILES, draw_losses, publish
 from safetensors.torch import load_file, save_file
-from tokens import CHAT, EXACT, TEXT, Rows, load_rows, read_corpus, save_tokenizer, train_tokenizer
+from tokens import CHAT, EXACT, NEXT_STAGES, STAGES, TEXT, Rows, load_rows, read_corpus, save_tokenizer, train_tokenizer
 
 SEED = 17
 WARMUP_STEPS, DECAY_SHARE = 150, 0.40
@@ -37,7 +38,9 @@ def main() -> None:
     run: Path = options.run
     run.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    if not (run / "tokenizer.json").is_file():
+    if options.start:
+        take_tokenizer(options.start, run)
+    elif not (run / "tokenizer.json").is_file():
         save_tokenizer(train_tokenizer(read_corpus(options.data), SEED), run)
         print(f"tokenizer trained in {time.monotonic() - started:.0f} s", flush=True)
     piece = Piece(options, started)
@@ -48,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="what corpus.py wrote")
     parser.add_argument("--run", type=Path, required=True, help="where the state and the model go")
+    parser.add_argument("--start", type=Path, metavar="MODEL", help="a published model to go on from (default: none)")
     parser.add_argument("--minutes", type=float, default=8.5, help="stop and save after so long (default 8.5)")
     parser.add_argument("--steps", type=int, default=15_000, help="steps of the whole training (default 15000)")
     parser.add_argument("--batch-tokens", type=int, default=65_536, help="tokens a step (default 65536)")
@@ -96,6 +100,33 @@ def _make_batches(rows: Rows, queue: Any, first: int, stride: int) -> None:
         queue.put(rows.batch(step))
 
 
+def take_tokenizer(model: Path, run: Path) -> None:
+    """Bring the tokenizer of `model` to RUN: another one would give its weights other tokens."""
+    for name in TOKENIZER_FILES:
+        source, mine = model / name, run / name
+        if not source.is_file():
+            raise SystemExit(f"--start {model} has no {name}: name the directory of a published model")
+        if mine.is_file() and mine.read_bytes() != source.read_bytes():
+            raise SystemExit(f"{mine} is not the {name} of --start {model}: name an empty --run")
+        mine.write_bytes(source.read_bytes())
+
+
+def load_start(model: Path, like: Weights) -> Weights:
+    """The weights of a published model, in float32. They must have the names and shapes of `like`."""
+    file = model / "model.safetensors"
+    if not file.is_file():
+        raise SystemExit(f"--start {model} has no model.safetensors: name the directory of a published model")
+    found = {name: weight.float() for name, weight in load_file(file).items()}
+    odd = sorted(name for name in found.keys() | like.keys() if _shape(found, name) != _shape(like, name))
+    if odd:
+        raise SystemExit(f"--start {model} is not of the shape that model.py has: see {odd[0]}")
+    return found
+
+
+def _shape(weights: Weights, name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None
+
+
 def load_state(run: Path) -> dict[str, torch.Tensor]:
     """What the last piece saved; empty before the first."""
     shards = sorted(run.glob("state-*.safetensors"))
@@ -110,14 +141,17 @@ class Piece:
         torch._dynamo.config.recompile_limit = 64
         self.options, self.started = options, started
         tokenizer = options.run / "tokenizer.json"
-        self.rows = load_rows(options.data, tokenizer, SEED, options.batch_tokens, options.steps)
+        stages = NEXT_STAGES if options.start else STAGES
+        self.rows = load_rows(options.data, tokenizer, SEED, options.batch_tokens, options.steps, stages)
         self.state = load_state(options.run)
         self.step = self.resumed_at = int(self.state.get("step", 0))
         self.batches = Batches(self.rows, options.workers, self.step)
         self.probes = Probes(self.rows, options.probes, options.workers, SEED)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        vocabulary = self.rows.bpe.get_vocab_size()
-        self.weights: Weights = {k: w.to(self.device) for k, w in initial_weights(vocabulary, SEED).items()}
+        weights = initial_weights(self.rows.bpe.get_vocab_size(), SEED)
+        if options.start:
+            weights = load_start(options.start, weights)
+        self.weights: Weights = {name: weight.to(self.device) for name, weight in weights.items()}
         rates = (options.matrix_rate, options.embed_rate, options.head_rate, options.small_rate)
         self.optimizer = Optimizer(self.weights, *rates)
         self.trainer = Trainer(compiled=not options.no_compile)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 from typing import Any
 
 import optimizer
@@ -12,12 +14,11 @@ import torch
 import transformers
 from model import Trainer, gated_delta_rule, initial_weights, linear, make_config, rms_norm
 from skills import HELD_OUT, SKILLS, Material
-from tokens import EXACT, PROMPT, Rows, Stage, probe, train_tokenizer
+from tokens import EXACT, PROMPT, Rows, Stage, probe
+
+from tests.examples.conftest import MATERIAL, WORDS
 
 VOCABULARY = 512
-WORDS = ["apple", "river", "stone", "window", "carpet", "engine", "yellow", "garden", "pepper", "silver"]
-SENTENCES = ["The cat sat on the mat and looked at the rain.", "It was a long road.", "Nobody knew who had come first."]
-MATERIAL = Material(WORDS, [" ".join(SENTENCES * 3), " ".join(SENTENCES)])
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +98,9 @@ def test_weights_and_moments_survive_their_packing(weights: dict[str, torch.Tens
     assert ((back - moment).abs().amax(1) <= moment.abs().amax(1) / 8).all()
 
 
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    documents = ["\n\n".join(MATERIAL.paragraphs)] * 3
-    made = Rows(train_tokenizer(documents, seed=0), documents, seed=3, batch_tokens=2048, total_steps=10)
-    made.__dict__["material"] = MATERIAL
-    return made
-
-
 def test_the_same_step_has_the_same_batch(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {"copy": 0.25, "text": 0.25, "chat": 0.25, "skill": 0.25}
-    monkeypatch.setattr("tokens.STAGES", [Stage(1.0, 512, shares)])
+    monkeypatch.setattr(rows, "stages", [Stage(1.0, 512, shares)])
     tokens, importance = rows.batch(4)
     assert tokens.shape == (4, 513)
     assert importance.shape == (4, 512)
@@ -135,13 +128,77 @@ def test_a_probe_fits_and_its_reply_is_exact(rows: Rows, skill: str, held_out: b
         assert reply[-1] == rows.bpe.token_to_id("<|im_end|>")
 
 
-def test_training_never_asks_in_held_out_wordings() -> None:
-    rng, label = random.Random(0), "secret word"
-    held = {skills._fill(rng, wording, label=label).lower() for wording in HELD_OUT["questions"]}
-    held |= {skills._fill(rng, wording, label=label, value="x").lower() for wording in HELD_OUT["statements"]}
-    said = set()
-    for name in ("statements", "questions", "vague"):
-        for wording in skills.RECALL[name]:
-            said |= {skills._fill(rng, wording, label=label, value="x").lower() for _ in range(100)}
-    assert len(said) > 500
-    assert not {text.rstrip(".?") for text in held} & {text.rstrip(".?") for text in said}
+def all_wordings(templates: list[str]) -> set[str]:
+    """Every text that templates can give, without capitals, marks and blanks: they do not make another wording."""
+    found = set()
+    for template in templates:
+        parts = re.split(r"\[([^\[\]]*)\]", template)
+        choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+        found |= {re.sub(r"[^a-z{}]", "", "".join(chosen).lower()) for chosen in itertools.product(*choices)}
+    return found
+
+
+@pytest.mark.parametrize("name", ["statements", "questions", "repeat", *HELD_OUT["document"]])
+def test_training_never_has_held_out_wordings(name: str) -> None:
+    asked = {attribute.name: attribute.asked for attribute in (*skills.PEOPLE, *skills.PLACES, *skills.TRAINS)}
+    asked |= {"repeat": skills._DATA["repeat"]["asked"], "statements": skills.RECALL["statements"]}
+    asked["questions"] = skills.RECALL["questions"] + skills.RECALL["vague"]
+    held = all_wordings(HELD_OUT["document"].get(name) or HELD_OUT[name])
+    assert len(asked[name]) > 15
+    assert not held & all_wordings(asked[name])
+
+
+@pytest.mark.parametrize(("name", "slots"), [("statements", "label value"), ("questions", "label")])
+def test_recall_wordings_name_the_label_and_nothing_unknown(name: str, slots: str) -> None:
+    filled = {slot: f"<{slot}>" for slot in slots.split()}
+    assert len(set(skills.RECALL[name])) == len(skills.RECALL[name]) > 220
+    for wording in skills.RECALL[name]:
+        for seed in range(10):
+            text = skills._fill(random.Random(seed), wording, **filled)
+            assert all(f"<{slot}>" in text for slot in filled), wording
+            assert not set("[]{") & set(text) - set("{" if "{{" in wording else ""), wording
+
+
+@pytest.mark.parametrize(
+    ("before", "template", "text", "said"),
+    [
+        ("Oh, one thing: ", "The {label}?", "The key?", "Oh, one thing: the key?"),
+        ("Good. ", "The {label}?", "The key?", "Good. The key?"),
+        ("Anyway, ", "{value} is the {label}.", "Xor is the key.", "Anyway, Xor is the key."),
+        ("Anyway, ", "I'm giving you the {label}: {value}.", "I'm giving", "Anyway, I'm giving"),
+        ("Right, so ", "FYI, the {label} is {value}.", "FYI, the", "Right, so FYI, the"),
+    ],
+)
+def test_a_lead_in_keeps_the_capitals_of_values_and_names(before: str, template: str, text: str, said: str) -> None:
+    assert skills._lead_in(before, text, template) == said
+
+
+def test_a_fact_is_said_with_its_value_as_it_is_and_at_times_with_small_talk() -> None:
+    rng, fact = random.Random(0), skills.Fact("harbour key", "Xo-47b", is_mine=True)
+    said = [fact.say(rng, ["The {label} is {value}."]) for _ in range(1000)]
+    assert all("y harbour key is" in text and "Xo-47b" in text for text in said)
+    plain = sum(text.replace('"', "") == "My harbour key is Xo-47b." for text in said)
+    assert 680 < plain < 820
+    assert not any('""' in fact.say(rng, ['{label}: "{value}"']) for _ in range(200))
+    assert fact.say(rng, ["THE {label} IS {value}!"]).count("MY harbour key") == 1
+
+
+def test_words_are_also_rare_and_in_pairs() -> None:
+    rng = random.Random(0)
+    drawn = [skills.word(rng, MATERIAL).lower() for _ in range(1000)]
+    assert sum(" " in text for text in drawn) > 50
+    assert sum("-" in text for text in drawn) > 50
+    assert 300 < sum(text in WORDS for text in drawn) < 700
+
+
+def test_texts_to_repeat_are_often_a_few_words() -> None:
+    texts = [skills.repeat(random.Random(seed), MATERIAL, 100)[1]["content"] for seed in range(300)]
+    assert sum(len(text.split()) <= 4 for text in texts) > 100
+
+
+def test_a_repeated_text_with_quotes_is_not_put_in_quotes() -> None:
+    material = Material(WORDS, ['"Come in," he said, "and sit down by the fire." It was a long road.'])
+    for seed in range(200):
+        for asked, reply in zip(*[iter(skills.repeat(random.Random(seed), material, 100))] * 2, strict=True):
+            assert reply["content"] in asked["content"]
+            assert '""' not in asked["content"]
