@@ -234,7 +234,10 @@ class LinearState(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class HiddenTap(LayerSpec):
-    """The hidden state after this decoder layer, kept only for requests that ask for it."""
+    """The hidden state that enters this decoder layer, kept only for requests that ask for it.
+
+    The number of layers stands for the output of the last one, one more for that after the final norm.
+    """
 
     kind: ClassVar[str] = "hidden_tap"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cache import NULL_PAGE, CacheError, CacheGroup, Lease, NoRoom, Role, lookup_key
+from hybridkv.cache import NULL_PAGE, CacheError, CacheGroup, Lease, NoRoom, Role
 from tests.cache.sim import Sim
 from tests.cache.test_named import FULL, MIXES, STATE, sim, tokens, window
 

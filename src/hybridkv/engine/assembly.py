@@ -13,6 +13,7 @@ from hybridkv.engine.runner import Runner
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.errors import InputError
 from hybridkv.memory import Memory
+from hybridkv.models.layers import with_all_taps
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.plan.plan import DEFAULT_ROW_LAYERS
 from hybridkv.store import Store, open_store
@@ -49,7 +50,7 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         keep_freed_memory()
     else:
         plan_no_attention()
-    plan = make_plan(loaded.spec, settings.plan)
+    plan = make_plan(with_all_taps(loaded.spec), settings.plan)
     layout = CacheLayout.from_plan(plan)
     memory = Memory(plan, layout, device)
     policy = named_policy(settings.policy, lambda: loaded.compute().flops)

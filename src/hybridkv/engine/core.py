@@ -57,7 +57,9 @@ class EngineCore:
         )
         self.waits = False
         """The last step had nothing to compute: all requests wait for a store."""
-        self.limits = Limits(cache.layout, vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
+        self.limits = Limits(
+            cache.layout, vocab_size, max_model_len, runner.num_layers, has_tokenizer=tokenizer is not None
+        )
         self.seconds = {"schedule": 0.0, "model": 0.0, "sample": 0.0, "commit": 0.0}
         """Total time of each part of a step."""
         self.steps = 0
@@ -78,7 +80,7 @@ class EngineCore:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
-        request = Request(request_id, self._arrivals, prompt, params, key)
+        request = Request(request_id, self._arrivals, prompt, params, key, self.limits.tapped(params))
         self.scheduler.add(self._new_sample(request, 0))
         self._requests[request_id] = request
 
@@ -195,6 +197,8 @@ class EngineCore:
             return [self._end(sample, "error")]
         if self.cache.commit(lease, sampled=[sampled.token]) < end:
             return []  # a page it read was bad: it was rolled back, and the token is dropped
+        if sample.wants_prompt_rows:
+            self._read_prompt_rows(sample.request, lease)
         return [self._push(sample, sampled)]
 
     def _branch(self, first: Sample, lease: Lease, end: int, sampled: Sequence[Sampled]) -> list[Update]:
@@ -202,6 +206,8 @@ class EngineCore:
         if self.cache.commit(lease) < end:
             return []
         updates: list[Update] = []
+        if first.wants_prompt_rows:
+            self._read_prompt_rows(first.request, lease)
         samples = first.request.samples
         free = max(0, self.scheduler.max_num_seqs - len(self.scheduler.running))
         twins = self.cache.fork(lease, min(free, len(samples) - 1))
@@ -222,11 +228,18 @@ class EngineCore:
 
     def _push(self, sample: Sample, sampled: Sampled) -> Update:
         try:
-            sample.push(sampled, self.limits.max_model_len)
+            sample.push(sampled, self.limits.max_len(sample.request.params))
         except Exception as error:  # tokenizers are third-party code; fail only this sample
             sample.error = f"token {sampled.token} cannot become text: {type(error).__name__}: {error}"
             sample.finish_reason = "error"
         return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
+
+    def _read_prompt_rows(self, request: Request, lease: Lease) -> None:
+        """Read the hidden states of a prompt that has been computed. The reply's need no pages then."""
+        numbers = request.tapped.numbers
+        request.hidden = self.runner.taps.read(lease.named_tables, numbers, request.prompt_tokens)
+        if request.params.hidden_tokens == "prompt":
+            self.cache.drop_taps(lease)
 
     def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:
         """Handle a forward pass that raised. All samples roll back to their last kept state and retry a few times."""
@@ -277,8 +290,12 @@ class EngineCore:
     def _end(self, sample: Sample, reason: str) -> Update:
         if sample.finish_reason is None:
             sample.finish(reason)
-        if self.streaming is not None and reason in ("stop", "length"):
-            self.streaming.dump_reply(sample)
+        if reason in ("stop", "length"):
+            if sample.wants_all_rows and sample.lease is not None:
+                tables, numbers = sample.lease.named_tables, sample.request.tapped.numbers
+                sample.hidden = self.runner.taps.read(tables, numbers, sample.lease.computed)
+            if self.streaming is not None:
+                self.streaming.dump_reply(sample)
         self.scheduler.remove(sample)
         if len(sample.request.samples) < sample.request.num_samples:
             sample.request.num_samples = len(sample.request.samples)  # it ended before the others were forked

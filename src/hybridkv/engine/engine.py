@@ -20,6 +20,7 @@ from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.loading.checkpoint import choose_device, load
+from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.loop import EngineLoop
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
 from hybridkv.engine.results import Result, Update
@@ -140,6 +141,7 @@ class Engine:
         if self._streaming is not None:
             self._streaming.streamer.on_event = self._loop.wake_up
         self._numbers = itertools.count()
+        self._identity = loaded.identity
 
     # --- using it -----------------------------------------------------------------------------------------------------
 
@@ -264,6 +266,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and current usage, read between two steps. docs/stats.md explains each number."""
         return self._loop.call(lambda: EngineStats.of(self._core))
+
+    def model_digest(self) -> str:
+        """A digest of the model's weights and configuration: the same for the same model, wherever it lies."""
+        if not self._identity:
+            self._identity = self._loop.call(lambda: model_identity(self._core.runner.model))
+        return self._identity
 
     def reset_cache(self) -> None:
         """Drop everything cached in memory. Running requests continue; data in a store can still be loaded."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hybridkv.cache import CacheLayout, longest_fit
 from hybridkv.engine.prompts import Ids, Prompt
 from hybridkv.engine.sampling.params import SamplingParams
+from hybridkv.engine.taps import Tapped, resolve
 from hybridkv.errors import RequestError
 
 
 class Limits:
     """Limits of one engine. Immutable: may be used on any thread."""
 
-    def __init__(self, layout: CacheLayout, vocab_size: int, max_model_len: int, *, has_tokenizer: bool) -> None:
+    def __init__(
+        self, layout: CacheLayout, vocab_size: int, max_model_len: int, num_layers: int, *, has_tokenizer: bool
+    ) -> None:
         self.max_model_len = longest_fit(layout, max_model_len - 1) + 1
         """Most tokens of a prompt and its reply together. The last token is never computed."""
         self.is_short_of_memory = self.max_model_len < max_model_len
         """Whether more memory would raise `max_model_len`."""
         self._vocab_size = vocab_size
+        self._num_layers = num_layers
+        self._layout = layout
         self._has_tokenizer = has_tokenizer
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
@@ -26,8 +33,36 @@ class Limits:
         if not prompt.num_tokens:
             raise RequestError("the prompt is empty: give it at least one token", "prompt")
         self.check_length(prompt.num_tokens)
+        if params.hidden_layers:
+            self._check_taps(prompt.num_tokens, len(self.tapped(params).numbers))
         if params.stops and not self._has_tokenizer:
             raise RequestError(f"stop text {params.stops[0]!r} without a tokenizer: use stop_token_ids", "stop")
+
+    def tapped(self, params: SamplingParams) -> Tapped:
+        """The layers whose hidden states are asked for."""
+        return resolve(params.hidden_layers, self._num_layers)
+
+    def max_len(self, params: SamplingParams) -> int:
+        """Most tokens of a prompt and its reply, for a request with these parameters."""
+        if params.hidden_layers and params.hidden_tokens == "all":
+            return self._longest(len(params.hidden_layers)) + 1
+        return self.max_model_len
+
+    def _check_taps(self, num_tokens: int, num_taps: int) -> None:
+        longest = self._longest(num_taps)
+        if not self._layout.tap_groups:
+            message = "hidden states do not fit into a cache this small: give the engine more memory"
+            raise RequestError(message, "hidden_layers")
+        if num_tokens > longest:
+            raise RequestError(
+                f"a prompt of {num_tokens} tokens with hidden states of {num_taps} layers: {longest} tokens of them "
+                f"fit into the cache; shorten it, ask for fewer layers, or give the engine more memory",
+                "hidden_layers",
+            )
+
+    def _longest(self, num_taps: int) -> int:
+        """Most tokens whose hidden states of `num_taps` layers fit."""
+        return _longest_fit(self._layout, self.max_model_len - 1, num_taps)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a prompt that leaves no room for a reply."""
@@ -45,3 +80,6 @@ class Limits:
         if ids.lowest < 0 or ids.highest >= self._vocab_size:
             bad = ids.lowest if ids.lowest < 0 else ids.highest
             raise RequestError(f"token id {bad}: the model's ids go from 0 to {self._vocab_size - 1}", param)
+
+
+_longest_fit = lru_cache(maxsize=256)(longest_fit)

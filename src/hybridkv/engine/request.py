@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from torch import Tensor
+
 from hybridkv.cache import Lease, LookupKey, Match
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.prompts import Prompt
@@ -12,6 +14,7 @@ from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampled, TokenLogprobs
 from hybridkv.engine.sampling.sampling_state import SamplingState
 from hybridkv.engine.streaming.transfer import Stage, Transfer
+from hybridkv.engine.taps import NO_TAPS, Tapped
 from hybridkv.engine.text import TextStream
 from hybridkv.stream import BlockKeys, Streamer
 
@@ -45,6 +48,8 @@ class Sample:
         self._pieces: list[str] = []
         self._told = 0
         self._told_pieces = 0
+        self.hidden: Tensor | None = None
+        """Hidden states of its prompt and reply, once it has ended; of "all" tokens only."""
         self._keys: BlockKeys | None = None
         self._tokens = request.prompt.ids.packed
 
@@ -55,6 +60,28 @@ class Sample:
         if num_packed < len(self.token_ids):
             self._tokens += pack_tokens(self.token_ids[num_packed:])
         return self._tokens
+
+    @property
+    def key(self) -> LookupKey:
+        """Lookup key for its tokens in the cache. It has taps until the hidden states have been read."""
+        request = self.request
+        is_read = request.hidden is not None and request.params.hidden_tokens == "prompt"
+        return request.key if is_read else request.key._replace(taps=request.tapped.groups)
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether the hidden states of its prompt are to be read as soon as they are computed.
+
+        Of "all" tokens those of the prompt are needed alone if some of its siblings may end without a lease.
+        """
+        request = self.request
+        is_alone = request.params.hidden_tokens == "all" and request.params.n == 1
+        return bool(request.tapped.numbers) and request.hidden is None and not is_alone
+
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether the hidden states of its prompt and reply are to be read when it ends."""
+        return bool(self.request.tapped.numbers) and self.request.params.hidden_tokens == "all"
 
     @property
     def remaining(self) -> int:
@@ -134,7 +161,14 @@ class Sample:
         assert self.finish_reason is not None
         logprobs = self.logprobs if self.request.params.logprobs is not None else None
         return Completion(
-            self.index, self.token_ids, self.full_text, self.finish_reason, self.stop, logprobs, self.error
+            self.index,
+            self.token_ids,
+            self.full_text,
+            self.finish_reason,
+            self.stop,
+            logprobs,
+            self.error,
+            self.request.hidden if self.hidden is None else self.hidden,
         )
 
     def take_update(self) -> Update:
@@ -156,7 +190,15 @@ class Sample:
 class Request:
     """A prompt and its samples."""
 
-    def __init__(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, key: LookupKey) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        key: LookupKey,
+        tapped: Tapped = NO_TAPS,
+    ) -> None:
         self.id = request_id
         self.number = number
         """Arrival number: a lower one arrived earlier."""
@@ -166,6 +208,9 @@ class Request:
         self.params = params
         self.key = key
         """Lookup key for its tokens, in the cache and in stores."""
+        self.tapped = tapped
+        self.hidden: Tensor | None = None
+        """Hidden states of its prompt, once they have been read."""
         self.samples: list[Sample] = []
         self.num_samples = params.n
         """Number of samples at the end. Lower than `params.n` if the request ends before its samples are forked."""
@@ -181,7 +226,9 @@ class Request:
             return None
         samples = sorted(self.samples, key=lambda sample: sample.index)
         completions = [sample.completion() for sample in samples]
-        return Result(self.id, self.prompt.token_ids, self.cached_tokens, completions, self._metrics())
+        return Result(
+            self.id, self.prompt.token_ids, self.cached_tokens, completions, self._metrics(), self.tapped.names
+        )
 
     def _metrics(self) -> Metrics:
         now = time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from hybridkv.engine.sampling.sampler import TokenLogprobs
 
@@ -35,6 +37,9 @@ class Completion:
     """The token or string that stopped it, if one did."""
     logprobs: list[TokenLogprobs] | None
     error: str | None = None
+    hidden_states: Tensor | None = field(default=None, compare=False, repr=False)
+    """`[tokens, layers, hidden]` of the layers that were asked for, on the host: of the prompt, or with
+    `hidden_tokens="all"` of the prompt and the reply without its last token, which was never fed to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class Result:
     """Tokens of the prompt that the cache supplied."""
     completions: list[Completion]
     metrics: Metrics
+    hidden_layers: tuple[int | str, ...] = ()
+    """The layers of `hidden_states`, in that order: counted from 0, and "final"."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -55,6 +62,10 @@ class Result:
     @property
     def text(self) -> str:
         return self.completions[0].text
+
+    @property
+    def hidden_states(self) -> Tensor | None:
+        return self.completions[0].hidden_states
 
     @property
     def finish_reason(self) -> str:

@@ -19,6 +19,7 @@ from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
+from hybridkv.engine.taps import Taps
 from hybridkv.errors import ConfigError
 from hybridkv.kernels.spans import Span
 from hybridkv.memory import Memory, Uploader
@@ -52,6 +53,9 @@ class Runner:
         self.device = memory.device
         self.uploader = Uploader(memory.device)
         self._tables = TableMaker(model, memory, layout, self.uploader)
+        decoder, layers = find_decoder(model)
+        self.num_layers = len(layers)
+        self.taps = Taps(decoder, layers, memory, self.uploader)
         self._cache = PagedCache()
         self._hooks: list[Any] = []
         self._frame: Frame | None = None
@@ -74,6 +78,7 @@ class Runner:
         positions = np.arange(len(shifts)) + shifts
         step = self.uploader.send("step", tokens=tokens, positions=positions, shifts=shifts, last=last)
         tables = self._tables.make(spans, [one.tables for one in work])
+        self.taps.begin(spans, [one.tables for one in work])
         frame = Frame(self.memory, step["positions"], step["shifts"], tables)
         inputs: dict[str, Any] = {
             "input_ids": step["tokens"][None],
@@ -92,6 +97,7 @@ class Runner:
                 logits: torch.Tensor = self.model(**inputs).logits[0]
         finally:
             self._frame = None
+            self.taps.end()
         return logits
 
     def observe(self, observer: LayerObserver) -> None:
@@ -108,6 +114,7 @@ class Runner:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.taps.close()
         if self._compiled is not None:
             self._compiled.stop()
 
@@ -128,12 +135,17 @@ class Runner:
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
-    """The decoder layers of the language model, in order. Not every family has a standard place for them."""
+    """The decoder layers of the language model, in order."""
+    return find_decoder(model)[1]
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torch.nn.Module]]:
+    """The module that runs the decoder layers, and these. Not every family has a standard place for them."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
         if is_list and len(module) == count and "vision" not in name and "audio" not in name:
-            return list(module)
+            return model.get_submodule(name.rpartition(".")[0]), list(module)
     raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 

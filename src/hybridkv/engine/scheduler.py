@@ -110,7 +110,7 @@ class Scheduler:
         for sample in self.waiting[:_LOOK_AHEAD]:
             if len(self.running) >= self.max_num_seqs:
                 return
-            sample.match = self.cache.match(sample.tokens, sample.request.key)
+            sample.match = self.cache.match(sample.tokens, sample.key)
             is_someone_ahead = unfed or (self.streaming is not None and self.streaming.num_loading)
             if is_someone_ahead and self._follows(sample, sample.match):
                 continue
@@ -132,7 +132,7 @@ class Scheduler:
         request = sample.request
         self.waiting.remove(sample)
         match, sample.match = sample.match, None
-        sample.lease = self.cache.begin(sample.tokens, request.key, breakpoints=request.breakpoints, match=match)
+        sample.lease = self.cache.begin(sample.tokens, sample.key, breakpoints=request.breakpoints, match=match)
         sample.started()
         if self.streaming is not None:
             self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))

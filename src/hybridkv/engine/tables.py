@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.cache import CacheGroup, CacheLayout, Role, StepTables
+from hybridkv.cache import CacheGroup, CacheLayout, StepTables
 from hybridkv.kernels.chunks import chunk_tokens
 from hybridkv.kernels.mamba import MAMBA1_CHUNK_TOKENS
 from hybridkv.kernels.segments import SegmentTable, StateNeed, make_segment_table
@@ -42,7 +42,7 @@ class TableMaker:
 
     def __init__(self, model: PreTrainedModel, memory: Memory, layout: CacheLayout, uploader: Uploader) -> None:
         self._uploader = uploader
-        self._groups = [group for group in layout.token_groups if group.role is not Role.TAP]
+        self._groups = layout.token_groups
         self._attention: dict[str, set[AttentionNeed]] = {group.name: set() for group in self._groups}
         self._states: dict[StateKey, set[StateNeed]] = {}
         for layer in memory.tokens.values():

@@ -33,7 +33,7 @@ class LayerMemory(NamedTuple):
     parts: dict[str, torch.Tensor]
     """Over all pages of the arena: `[pages, tokens, heads, dim]` for tokens, `[pages, *shape]` for states.
 
-    For taps `[slabs, pages of a slab, tokens, hidden]`.
+    For taps `[slabs, pages of a slab, tokens, 1, hidden]`.
     """
 
 

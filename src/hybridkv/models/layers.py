@@ -6,16 +6,19 @@ A maker reads its sizes from the config under the names most families share; fam
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.config import Config
 from hybridkv.spec import (
     ChunkedLocal,
+    DType,
     FullAttention,
     HiddenTap,
     LatentAttention,
     LayerSpec,
     LinearState,
+    ModelSpec,
     Part,
     SlidingWindow,
     Split,
@@ -69,9 +72,15 @@ def latent_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     return (LatentAttention(layer, (latent, rope)),)
 
 
-def hidden_tap(cfg: Config, layer: int) -> LayerSpec:
+def hidden_tap(layer: int, hidden_size: int, dtype: DType) -> HiddenTap:
     """Hidden states are whole on every rank."""
-    return HiddenTap(layer, (Part("hidden", (Split.whole(1),), (cfg.integer("hidden_size"),), cfg.dtype),))
+    return HiddenTap(layer, (Part("hidden", (Split.whole(1),), (hidden_size,), dtype),))
+
+
+def with_all_taps(model: ModelSpec) -> ModelSpec:
+    """The model with a tap for the input of each layer, for the output of the last, and for that after the norm."""
+    taps = (hidden_tap(layer, model.hidden_size, model.dtype) for layer in range(model.num_layers + 2))
+    return replace(model, layers=(*model.layers, *taps))
 
 
 # --- states ----------------------------------------------------------------------------------------------------------

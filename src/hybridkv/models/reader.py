@@ -84,8 +84,8 @@ def read_config(
     except ParallelismError as error:
         raise ParallelismError(f"{error}; sizes that work: {_working_sizes(cfg)}") from None
     for tap in taps:
-        if not 0 <= tap < num_layers:
-            raise ConfigError(f"{name} has no layer {tap} to tap: choose from 0 to {num_layers - 1}")
+        if not 0 <= tap <= num_layers:
+            raise ConfigError(f"{name} has no layer {tap} to tap: choose from 0 to {num_layers}")
     return ModelSpec(
         name=name,
         model_type=cfg.model_type,
@@ -94,7 +94,7 @@ def read_config(
         dtype=cfg.dtype,
         tp=tp,
         rank=rank,
-        layers=(*specs, *(hidden_tap(cfg, tap) for tap in sorted(set(taps)))),
+        layers=(*specs, *(hidden_tap(tap, cfg.integer("hidden_size"), cfg.dtype) for tap in sorted(set(taps)))),
         source=source,
         verified=verified,
     )

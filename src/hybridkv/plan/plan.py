@@ -186,9 +186,7 @@ def make_plan(model: ModelSpec, options: PlanOptions) -> Plan:
     ]
     if tap_layout is not None and _tap_stride(tap_layout) <= slab_bytes:
         stride = _tap_stride(tap_layout)
-        planned.append(
-            GroupPlan(taps[0].group, tuple(taps), tap_layout, stride, slab_bytes // stride, slab_bytes)
-        )
+        planned.append(GroupPlan(taps[0].group, tuple(taps), tap_layout, stride, slab_bytes // stride, slab_bytes))
     return Plan(model, options, slab_bytes, options.memory_bytes // slab_bytes, tuple(planned))
 
 

@@ -107,7 +107,9 @@ class Placement:
 
     def _name_tables(self, pages: LeasePages, position: int) -> None:
         pages.named_tables = {
-            group.name: table for group, table in zip(self.groups.token_groups, pages.tables, strict=True) if table is not None
+            group.name: table
+            for group, table in zip(self.groups.token_groups, pages.tables, strict=True)
+            if table is not None
         }
         pages.slide_at = self.groups.next_slide(position)
 

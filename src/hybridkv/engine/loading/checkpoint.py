@@ -79,8 +79,9 @@ def load(
         _check_path(model)
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
-    identity = model_identity(loaded) if with_identity else ""  # before weights are packed
-    if path is not None and can_pack(loaded, is_alone=is_alone):
+    will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
+    identity = model_identity(loaded) if with_identity or will_pack else ""  # packed weights have another form
+    if will_pack:
         pack_weights(loaded)
     spec = read_config(
         _as_loaded(loaded),

@@ -62,6 +62,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens."""
     include_stop_str_in_output: bool = False
+    hidden_layers: Sequence[int | str] = ()
+    """Layers whose hidden states the result has: i is what enters layer i, -1 the last layer's output, "final" that
+    after the final norm. Stored as a tuple."""
+    hidden_tokens: str = "prompt"
+    """Tokens whose hidden states the result has: "prompt", or "all" for the reply's too."""
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -72,6 +77,9 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "pass true or false")
+        layers = _listed("hidden_layers", self.hidden_layers)
+        _check_hidden(layers, self.hidden_tokens)
+        object.__setattr__(self, "hidden_layers", layers)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -139,6 +147,14 @@ def _check_ends(stop: tuple[object, ...], ids: tuple[object, ...]) -> None:
         raise RequestError(message, "stop_token_ids")
     for token in ids:
         _check_int("stop_token_ids", token, 0, MAX_TOKEN_ID, called="a token of stop_token_ids")
+
+
+def _check_hidden(layers: tuple[object, ...], tokens: object) -> None:
+    for layer in layers:
+        if isinstance(layer, bool) or not (isinstance(layer, int) or layer == "final"):
+            raise _refuse("hidden_layers", layer, "pass whole numbers, or 'final'", called="a layer of hidden_layers")
+    if tokens not in ("prompt", "all"):
+        raise _refuse("hidden_tokens", tokens, "pass 'prompt' or 'all'")
 
 
 def _checked_bias(bias: object) -> dict[int, float]:
