@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 
 from hybridkv import Engine, SamplingParams
 from hybridkv.errors import InputError, RequestError
-from hybridkv.serve import HiddenFolder, ServeOptions, hidden_folder, make_app
+from hybridkv.serve import HiddenFolder, ServeOptions, make_app
 from hybridkv.serve.hidden_folder import new_name
-from hybridkv.taps.files import read_sample
+from hybridkv.taps.files import read_sample, write_sample
+from hybridkv.taps.tensors import encode
 from tests.engine.zoo import prompt
 from tests.serve.serving import Client, Pace, Served, check_idle, error_of, eventually, serving
 
@@ -122,7 +123,6 @@ def test_fields_have_no_paths(served: Served, folder: HiddenFolder) -> None:
 def test_the_lock_protocol(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is held while the file is written, and free when the answer is there. Its reader removes both."""
     is_held: list[bool] = []
-    write = hidden_folder.write_sample
 
     def watched(path: Path, *args: Any, **named: Any) -> int:
         with lock_of(path).open("r+") as lock:
@@ -130,9 +130,9 @@ def test_the_lock_protocol(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 is_held.append(True)
-        return write(path, *args, **named)
+        return write_sample(path, *args, **named)
 
-    monkeypatch.setattr(hidden_folder, "write_sample", watched)
+    monkeypatch.setattr("hybridkv.serve.hidden_folder.write_sample", watched)
     path = path_of(served.post(COMPLETIONS, **ASKED))
     assert is_held == [True]
     with lock_of(path).open("r+") as lock:
@@ -368,16 +368,15 @@ def test_a_client_that_goes_away(engine: Engine, folder: HiddenFolder, pace: Pac
 def test_a_client_that_goes_away_while_its_file_is_written(
     served: Served, folder: HiddenFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = hidden_folder.write_sample
     client = Client(served, **ASKED)
 
     def slow(*args: Any, **named: Any) -> int:
         client.vanish()
         gone = "hybridkv_requests_total|disconnected"
         assert eventually(lambda: served.metrics()[gone] == 1)
-        return write(*args, **named)
+        return write_sample(*args, **named)
 
-    monkeypatch.setattr(hidden_folder, "write_sample", slow)
+    monkeypatch.setattr("hybridkv.serve.hidden_folder.write_sample", slow)
     assert eventually(lambda: folder.num_written == 1)
     assert_nothing_left(served, folder)
 
@@ -395,8 +394,9 @@ def test_a_file_that_cannot_be_written(served: Served, folder: HiddenFolder, mon
 
 def test_values_that_are_not_finite(served: Served, folder: HiddenFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's failure, not the client's."""
-    encode = hidden_folder.encode
-    monkeypatch.setattr(hidden_folder, "encode", lambda rows, ids, dtype: encode(rows * torch.nan, ids, dtype))
+    monkeypatch.setattr(
+        "hybridkv.serve.hidden_folder.encode", lambda rows, ids, dtype: encode(rows * torch.nan, ids, dtype)
+    )
     assert "not finite" in error_of(served.post(COMPLETIONS, **ASKED), 500)["message"]
     assert_nothing_left(served, folder)
 

@@ -5,7 +5,6 @@ A request may have several prompts, each with n replies: choice number `prompt *
 
 from __future__ import annotations
 
-import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -35,25 +34,12 @@ from hybridkv.serve.replies import (
     TopLogprob,
     Usage,
 )
+from hybridkv.serve.token_texts import TokenTexts
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are only a part of a character."""
-
-
-class TokenTexts:
-    """Texts of single tokens, for logprobs."""
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self.text = functools.lru_cache(maxsize=65536)(self._text)
-
-    def _text(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token:{token}"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
 
 
 class ReplyFormat(ABC):

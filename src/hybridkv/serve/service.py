@@ -17,11 +17,12 @@ from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body,
 from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
 from hybridkv.serve.metrics import Metrics
-from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat, TokenTexts
+from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.streams import DONE, EventStream
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
+from hybridkv.serve.token_texts import TokenTexts
 from hybridkv.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
