@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybridkv import Engine
 from hybridkv.cli.main import app
 from hybridkv.demo import demo_model
-from hybridkv.serve import ServeOptions, Server, make_app
+from hybridkv.serve import HiddenFolder, ServeOptions, Server, make_app
 from tests.serve.serving import Served, serving
 
 PAGE = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
@@ -108,6 +108,14 @@ def metrics_in(header: str) -> dict[str, str]:
 
 def test_every_metric_is_listed(served: Served) -> None:
     assert metrics_in("`hybridkv_...`") == metrics_of(served)
+
+
+def test_every_metric_of_hidden_states_is_listed(engine: Engine, tmp_path: Path) -> None:
+    with serving(engine, hidden_folder=HiddenFolder(tmp_path)) as served:
+        found = metrics_of(served)
+    assert metrics_in("with `--hidden-states-dir`: `hybridkv_...`") == {
+        name: kind for name, kind in found.items() if name.startswith("hidden_states_")
+    }
 
 
 def test_every_metric_of_a_store_is_listed(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from hybridkv.cli.extract_input import DatasetPrompts, Prompts, open_input
 from hybridkv.cli.extract_progress import SampleBar
 from hybridkv.cli.extract_run import Extraction, Taps
 from hybridkv.cli.interrupts import INTERRUPTED
+from hybridkv.cli.layers import parse_layers
 from hybridkv.cli.tables import write
 from hybridkv.errors import DiskError, InputError, ReplyError
 from hybridkv.units import format_bytes, parse_size
@@ -132,7 +133,7 @@ def _checked(
     shard_bytes = None if shard is None else parse_size(shard)
     if shard_bytes == 0:
         raise InputError(f"--shard {shard}: give a size such as 1GiB")
-    parsed, queue_bytes = _parse_layers(layers), parse_size(queue)
+    parsed, queue_bytes = parse_layers("--layers", layers), parse_size(queue)
     prompts = open_input(source)
     is_in_place = isinstance(prompts, DatasetPrompts) and source.resolve() == out.resolve()
     if is_in_place and max_tokens is not None:
@@ -140,13 +141,6 @@ def _checked(
             f"--max-tokens with --out {out}, the dataset's own folder, would not fit it: name another --out"
         )
     return _Job(prompts, out, parsed, dtype, max_tokens, shard_bytes, queue_bytes, is_in_place)
-
-
-def _parse_layers(text: str) -> list[int | str]:
-    try:
-        return [part.strip() if part.strip() == "final" else int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--layers {text}: write numbers with commas between them, such as 2,18,34") from None
 
 
 def _open_folder(job: _Job, stack: ExitStack, *, is_new: bool) -> TapFolder:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
+from hybridkv.cli.layers import parse_layers
 from hybridkv.cli.tables import console
 from hybridkv.demo import demo_model
 from hybridkv.errors import InputError
@@ -20,7 +21,7 @@ from hybridkv.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine
-    from hybridkv.serve import Server
+    from hybridkv.serve import HiddenFolder, Server
 
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
 _HIGHEST_PORT = 65535
@@ -55,6 +56,25 @@ def serve_command(
     shutdown_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have to finish when the server stops.")
     ] = 30,
+    hidden_states_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for hidden states of requests that ask for them; their clients read and delete the files.",
+        ),
+    ] = None,
+    hidden_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Layers, such as 2,18,34, whose hidden states every request gets that has return_token_ids and "
+            "lacks hidden_states.",
+        ),
+    ] = None,
+    hidden_states_size: Annotated[str, typer.Option(help="Size of all files of hidden states, at most.")] = "10GiB",
+    hidden_states_ttl: Annotated[
+        int, typer.Option(help="Seconds after which a file of hidden states is removed that was not read.")
+    ] = 600,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     *,
@@ -67,8 +87,10 @@ def serve_command(
     _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout)
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
+    layers = _hidden_layers(hidden_layers, hidden_states_dir)
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
+    folder = _hidden_folder(serve, hidden_states_dir, hidden_states_size, hidden_states_ttl)
     checkpoint = model if model is not None else str(demo_model())
     root = Path(checkpoint).resolve()
     model_name = served_model_name or root.name
@@ -76,18 +98,24 @@ def serve_command(
         app = serve.make_app(
             engine,
             serve.ServeOptions(
-                model_name, root=str(root), api_keys=keys, max_body_bytes=max_body_bytes, max_waiting=max_waiting
+                model_name,
+                root=str(root),
+                api_keys=keys,
+                max_body_bytes=max_body_bytes,
+                max_waiting=max_waiting,
+                hidden_folder=folder,
+                hidden_layers=layers,
             ),
         )
         server.run(
             app,
             shutdown_timeout=shutdown_timeout,
-            on_ready=lambda: _announce(engine, server, model_name, keys, options.store or []),
+            on_ready=lambda: _announce(engine, server, model_name, keys, _places(options.store or [], folder)),
         )
 
 
-def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], stores: list[str]) -> None:
-    """The address, the plan, the stores, and a line to try it with."""
+def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], places: list[str]) -> None:
+    """The address, the plan, the stores and directories, and a line to try it with."""
     plan, out = engine.plan, console()
     reason = ", which is all that fits: --memory gives it more" if engine.is_short_of_memory else ""
     out.print(
@@ -97,14 +125,20 @@ def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, 
     for group in plan.groups:
         cut = f" x {group.layout.pages}" if group.layout.pages > 1 else ""
         out.print(f"  {group.name}: {len(group.layers)} layers, pages of {format_bytes(group.page_bytes)}{cut}")
-    for url in stores:
-        out.print(f"  store: {escape(url)}", highlight=False, soft_wrap=True)
+    for place in places:
+        out.print(f"  {escape(place)}", highlight=False, soft_wrap=True)
     out.print(
         f"\nServing at [bold]{server.url}[/] (API: /openapi.json, and /docs with internet). Try it:\n", highlight=False
     )
     out.print(_curl(server.url, model_name, bool(keys)) + "\n", highlight=False, soft_wrap=True, markup=False)
     if not server.is_local and not keys:
         out.print(f"Anyone who can reach {server.host} can use it: --api-key asks for a key.\n", highlight=False)
+
+
+def _places(stores: list[str], folder: HiddenFolder | None) -> list[str]:
+    """Lines about what the server writes to."""
+    lines = [f"store: {url}" for url in stores]
+    return lines if folder is None else [*lines, f"hidden states: {folder.directory}"]
 
 
 def _curl(url: str, model_name: str, needs_key: bool) -> str:
@@ -127,6 +161,24 @@ def _serve() -> Any:
             raise
         raise InputError(f"serving needs {error.name}: pip install 'hybridkv[serve]'") from error
     return serve
+
+
+def _hidden_layers(layers: str | None, directory: Path | None) -> tuple[int | str, ...]:
+    if layers is None:
+        return ()
+    if directory is None:
+        raise InputError(f"--hidden-layers {layers} without --hidden-states-dir: name a directory to write them to")
+    return tuple(parse_layers("--hidden-layers", layers))
+
+
+def _hidden_folder(serve: Any, directory: Path | None, size: str, ttl_s: int) -> Any:
+    """The directory, made before the model is loaded."""
+    max_bytes = parse_size(size)
+    if max_bytes < 1:
+        raise InputError(f"--hidden-states-size {size}: no hidden states would fit; choose more, such as 10GiB")
+    if ttl_s < 1:
+        raise InputError(f"--hidden-states-ttl {ttl_s}: choose 1 second or more")
+    return None if directory is None else serve.HiddenFolder(directory, max_bytes=max_bytes, ttl_s=ttl_s)
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.failures import answer_failures, failure
+from hybridkv.serve.hidden_folder import HiddenFolder
+from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.middleware import Front
 from hybridkv.serve.replies import (
     ChatReply,
@@ -39,6 +42,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorReply, "description": "The body is too large"},
     429: {"model": ErrorReply, "description": "Too many requests wait; Retry-After says when to try again"},
     503: {"model": ErrorReply, "description": "The engine has stopped"},
+    507: {"model": ErrorReply, "description": "No space for hidden states; Retry-After says when to try again"},
     "default": {"model": ErrorReply, "description": "Whatever else goes wrong"},
 }
 
@@ -67,16 +71,23 @@ class ServeOptions:
     max_body_bytes: int = 16 * 2**20
     max_waiting: int = 1024
     """Most requests that may wait for their first token."""
+    hidden_folder: HiddenFolder | None = None
+    """Where hidden states are written for requests that ask for them. None: they are refused."""
+    hidden_layers: tuple[int | str, ...] = ()
+    """Layers for requests with `return_token_ids` that do not have the field `hidden_states`."""
 
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The caller still owns the engine and closes it."""
     name = options.served_model_name
-    service = Service(engine, name, options.root or name, options.max_waiting)
+    hidden_states = HiddenStates(engine, options.hidden_folder, options.hidden_layers)
+    service = Service(engine, name, options.root or name, options.max_waiting, hidden_states)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(hidden_states.sweep_forever())
         yield
+        sweeping.cancel()
         service.close()
 
     app = FastAPI(title="hybridkv", version=__version__, lifespan=lifespan, responses=_REFUSALS, redirect_slashes=False)

@@ -18,10 +18,12 @@ from starlette.responses import Response
 
 from hybridkv.engine import EngineError
 from hybridkv.errors import HybridKVError, InputError, RequestError
+from hybridkv.serve.hidden_folder import NoSpaceError
 from hybridkv.serve.jobs import ClientGone, StoppingError, TooBusyError
 from hybridkv.serve.requests import EITHER
 
 CLIENT_GONE = 499
+NO_SPACE = 507
 _SUBJECT = re.compile("^(Input|List|String|Dictionary)(?= should)")
 RETRY_AFTER_S = 1
 _MAX_CHARS = 1000
@@ -46,16 +48,20 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def failure(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}.get(status)
+    later = {"Retry-After": str(RETRY_AFTER_S)}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: later, NO_SPACE: later}.get(status)
     return Response(error_body(status, message, param, code), status, headers, media_type="application/json")
 
 
 def status_of(error: HybridKVError) -> int:
-    """404: unknown model. 429: too busy, retry later. 503: stopped or stopping. 400: bad input. 500: all else."""
+    """404: unknown model. 429: too busy, retry later. 503: stopped or stopping. 507: no space for
+    hidden states now. 400: bad input. 500: all else."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, TooBusyError):
         return 429
+    if isinstance(error, NoSpaceError):
+        return NO_SPACE
     if isinstance(error, (EngineError, StoppingError)):
         return 503
     return 400 if isinstance(error, InputError) else 500

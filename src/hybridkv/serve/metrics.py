@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,8 @@ from prometheus_client.registry import Collector
 
 from hybridkv.cache import CacheStats
 from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
+from hybridkv.errors import DiskError
+from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.jobs import Admission
 from hybridkv.store import StoreStats
 from hybridkv.stream import StreamStats
@@ -70,9 +73,11 @@ _STORE_COUNTERS = {
 class Metrics:
     """The metrics of `/metrics`."""
 
-    def __init__(self, engine: Engine, admission: Admission) -> None:
+    def __init__(self, engine: Engine, admission: Admission, hidden_folder: HiddenFolder | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, admission))
+        if hidden_folder is not None:
+            self._registry.register(_HiddenCollector(hidden_folder))
         self._requests = self._counter("requests", "Requests for text by how they ended", ["outcome"])
         self._replies = self._counter("replies", "Replies by why they ended; n for each prompt", ["finish_reason"])
         self._reply_tokens = self._histogram("reply_tokens", "Tokens of a reply", _TOKENS)
@@ -138,6 +143,24 @@ class _EngineCollector(Collector):
         if stats.stream is not None and stats.store is not None:
             yield from _stream_metrics(stats.stream)
             yield from _store_metrics(stats.store)
+
+
+class _HiddenCollector(Collector):
+    """Looks into the directory of hidden states at every scrape."""
+
+    def __init__(self, folder: HiddenFolder) -> None:
+        self._folder = folder
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield _count("hidden_states_written", "Files of hidden states written", self._folder.num_written)
+        yield _count("hidden_states_expired", "Files of hidden states not read in time", self._folder.num_expired)
+        with suppress(DiskError):  # the directory cannot be read; requests are told so
+            usage = self._folder.usage()
+            yield _gauge("hidden_states_files", "In the directory of hidden states", usage.files)
+            yield _gauge("hidden_states_bytes", "In the directory of hidden states", usage.nbytes)
 
 
 def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridkv.serve.failures import CLIENT_GONE, failure
+from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure
 from hybridkv.serve.jobs import StoppingError
 from hybridkv.units import format_bytes
 
@@ -26,7 +26,7 @@ LOG = logging.getLogger("hybridkv.serve")
 _OPEN_PATHS = frozenset(("/health", "/metrics"))
 """Paths that need no key: they are for monitoring, and reveal nothing about requests."""
 _QUIET_PATHS = _OPEN_PATHS
-_OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy"}
+_OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy", NO_SPACE: "busy"}
 
 Ended = Callable[[str, str], None]
 """Called with the path and the outcome of every request."""

@@ -5,12 +5,12 @@ A request may have several prompts, each with n replies: choice number `prompt *
 
 from __future__ import annotations
 
-import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,11 +28,13 @@ from hybridkv.serve.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    KVTransferParams,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from hybridkv.serve.token_texts import TokenTexts
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -40,33 +42,31 @@ _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are only a part of a character."""
 
 
-class TokenTexts:
-    """Texts of single tokens, for logprobs."""
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self.text = functools.lru_cache(maxsize=65536)(self._text)
-
-    def _text(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token:{token}"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
-
-
 class ReplyFormat(ABC):
     """Reply format of one request."""
 
     prefix: str
 
-    def __init__(self, model: str, texts: TokenTexts, *, n: int, with_ids: bool, echoes: Sequence[str] = ()) -> None:
-        """`echoes`: texts that replies begin with, one for each prompt, if `echo` was requested."""
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        *,
+        n: int,
+        prompt_ids: Sequence[list[int]] | None,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        """`prompt_ids`: token ids of the prompts, if token ids were requested.
+
+        `echoes`: texts that replies begin with, one for each prompt, if `echo` was requested.
+        """
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
         self.texts = texts
         self.n = n
-        self.with_ids = with_ids
+        self.with_ids = prompt_ids is not None
+        self._prompt_ids = prompt_ids or ()
         self._echoes = echoes
         self._begun: set[int] = set()
         """Choices of which at least one piece was sent."""
@@ -77,8 +77,8 @@ class ReplyFormat(ABC):
         return {"id": self.id, "created": self.created, "model": self.model}
 
     @abstractmethod
-    def whole(self, results: Sequence[Result]) -> BaseModel:
-        """The reply to a request that is not streamed."""
+    def whole(self, results: Sequence[Result], hidden_states: Path | None = None) -> BaseModel:
+        """The reply to a request that is not streamed. `hidden_states`: the file they were written to."""
 
     @abstractmethod
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
@@ -87,6 +87,10 @@ class ReplyFormat(ABC):
     @abstractmethod
     def usage_piece(self, results: Sequence[Result]) -> BaseModel:
         """The last piece of a stream, if the client requested usage."""
+
+    def prompt_ids(self, index: int) -> list[int] | None:
+        """Token ids of the prompt of a choice, if they were requested."""
+        return self._prompt_ids[index // self.n] if self.with_ids else None
 
     def ids(self, token_ids: list[int]) -> list[int] | None:
         return token_ids if self.with_ids else None
@@ -109,7 +113,7 @@ class CompletionDialect(ReplyFormat):
         self._token_chars: Counter[int] = Counter()
         """By choice: characters of its tokens so far, each decoded on its own."""
 
-    def whole(self, results: Sequence[Result]) -> CompletionReply:
+    def whole(self, results: Sequence[Result], hidden_states: Path | None = None) -> CompletionReply:
         choices = []
         for index, one in self.choices(results):
             text = self._echo(index) + one.text
@@ -121,13 +125,16 @@ class CompletionDialect(ReplyFormat):
                     logprobs=logprobs,
                     finish_reason=one.finish_reason,
                     token_ids=self.ids(one.token_ids),
+                    prompt_token_ids=self.prompt_ids(index),
                 )
             )
-        return CompletionReply(**self.names, choices=choices, usage=usage(results))
+        place = _place(hidden_states)
+        return CompletionReply(**self.names, choices=choices, usage=usage(results), kv_transfer_params=place)
 
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
         index = prompt * self.n + update.index
-        text = update.text if index in self._begun else self._echo(index) + update.text
+        is_first = index not in self._begun
+        text = self._echo(index) + update.text if is_first else update.text
         if not (text or update.finish_reason or update.logprobs or self.with_ids):
             return []
         self._begun.add(index)
@@ -138,6 +145,7 @@ class CompletionDialect(ReplyFormat):
             logprobs=logprobs,
             finish_reason=update.finish_reason,
             token_ids=self.ids(update.token_ids),
+            prompt_token_ids=self.prompt_ids(index) if is_first else None,
         )
         return [CompletionReply(**self.names, choices=[choice])]
 
@@ -170,7 +178,7 @@ class ChatDialect(ReplyFormat):
 
     prefix = "chatcmpl"
 
-    def whole(self, results: Sequence[Result]) -> ChatReply:
+    def whole(self, results: Sequence[Result], hidden_states: Path | None = None) -> ChatReply:
         choices = [
             ChatChoice(
                 index=index,
@@ -181,7 +189,13 @@ class ChatDialect(ReplyFormat):
             )
             for index, one in self.choices(results)
         ]
-        return ChatReply(**self.names, choices=choices, usage=usage(results))
+        return ChatReply(
+            **self.names,
+            choices=choices,
+            usage=usage(results),
+            prompt_token_ids=self.prompt_ids(0),
+            kv_transfer_params=_place(hidden_states),
+        )
 
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
         index = prompt * self.n + update.index
@@ -189,7 +203,7 @@ class ChatDialect(ReplyFormat):
         if index not in self._begun:
             self._begun.add(index)
             first = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-            pieces.append(ChatChunk(**self.names, choices=[first]))
+            pieces.append(ChatChunk(**self.names, choices=[first], prompt_token_ids=self.prompt_ids(index)))
         if update.text or update.logprobs or (self.with_ids and update.token_ids):
             choice = ChatChunkChoice(
                 index=index,
@@ -219,6 +233,10 @@ class ChatDialect(ReplyFormat):
         text = self.texts.text(token)
         has_bytes = _NO_TEXT not in text
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if has_bytes else None}
+
+
+def _place(hidden_states: Path | None) -> KVTransferParams | None:
+    return None if hidden_states is None else KVTransferParams(hidden_states_path=str(hidden_states))
 
 
 def usage(results: Sequence[Result]) -> Usage:

@@ -25,12 +25,19 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class KVTransferParams(BaseModel):
+    """vLLM's name for where a client finds what was written for it."""
+
+    hidden_states_path: str
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionReply(BaseModel):
@@ -42,6 +49,7 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class TopLogprob(BaseModel):
@@ -82,6 +90,8 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class ChatDelta(BaseModel):
@@ -106,6 +116,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(BaseModel):

@@ -18,6 +18,7 @@ from hybridkv.engine.sampling.params import (
     MAX_TOKEN_ID,
 )
 from hybridkv.errors import RequestError
+from hybridkv.serve.hidden_request import HiddenStatesField
 from hybridkv.serve.messages import ChatPrompt
 from hybridkv.serve.unsupported import check_extras
 
@@ -88,7 +89,10 @@ class _SampledRequest(BaseModel):
     breakpoints: TokenIds | None = Field(
         None, max_length=MAX_BREAKPOINTS, description="Tokens of the prompt after which others may go on differently."
     )
-    return_token_ids: bool | None = Field(None, description="Add token ids to every choice.")
+    return_token_ids: bool | None = Field(None, description="Add the token ids of prompts and replies.")
+    hidden_states: HiddenStatesField = Field(
+        None, description="Write hidden states of these layers to a file; the reply has its path. true: the default's."
+    )
 
     @property
     def wants_usage(self) -> bool:
@@ -149,6 +153,10 @@ class CompletionRequest(_SampledRequest):
         None, description="Of a text: add those that the tokenizer puts around it. Default: true."
     )
 
+    @property
+    def num_prompts(self) -> int:
+        return len(as_list(self.prompt))
+
     def params(self) -> SamplingParams:
         self.refuse_unsupported()
         if self.echo and self.logprobs is not None:
@@ -169,6 +177,7 @@ class CompletionRequest(_SampledRequest):
 class ChatRequest(_SampledRequest, ChatPrompt):
     """Body of `/v1/chat/completions`."""
 
+    num_prompts: ClassVar[int] = 1
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="The older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="Default: the model's limit.")
     logprobs: bool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
@@ -13,13 +14,15 @@ from starlette.responses import Response
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
+from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
 from hybridkv.serve.metrics import Metrics
-from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat, TokenTexts
+from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.serve.streams import DONE, EventStream
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
+from hybridkv.serve.token_texts import TokenTexts
 from hybridkv.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
@@ -27,23 +30,29 @@ AnyRequest = CompletionRequest | ChatRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+_LAYERS = "hidden_states.layers"
+"""What requests call the engine's `hidden_layers`."""
 
 
 class Service:
     """One engine under one model name."""
 
-    def __init__(self, engine: Engine, model_name: str, root: str, max_waiting: int) -> None:
+    def __init__(
+        self, engine: Engine, model_name: str, root: str, max_waiting: int, hidden_states: HiddenStates
+    ) -> None:
         self.engine = engine
         self.model_name = model_name
         self.root = root
         self.admission = Admission(max_waiting)
-        self.metrics = Metrics(engine, self.admission)
+        self.hidden_states = hidden_states
+        self.metrics = Metrics(engine, self.admission, hidden_states.folder)
         self._texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
         self._tokenizing = Tokenizing(engine)
 
     def close(self) -> None:
         self._tokenizing.close()
+        self.hidden_states.close()
 
     def card(self) -> ModelCard:
         return ModelCard(
@@ -78,7 +87,7 @@ class Service:
     async def answer(self, request: Request, body: AnyRequest) -> Response:
         """A reply, or a stream that has not started yet."""
         self.check_model(body.model)
-        params = body.params()
+        params = self.hidden_states.params(body, body.params())
         ticket = self.admission.enter()
         try:
             asked = await self._tokenized(request, body.prepare, body.source)
@@ -86,24 +95,36 @@ class Service:
                 self._check(prompt, params, body.source)
             batch = PromptBatch(asked.prompts, params, body.cache_salt or "", ticket)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
-            reply_format = speak(
-                self.model_name, self._texts, n=params.n, with_ids=bool(body.return_token_ids), echoes=asked.echoes
-            )
+            ids = [prompt.token_ids for prompt in asked.prompts] if body.return_token_ids else None
+            reply_format = speak(self.model_name, self._texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
             if body.stream:
                 return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.called)
-            results = await while_connected(request.receive, batch.results(self.engine))
+            results, written = await while_connected(request.receive, self._results(batch))
         except BaseException:
             ticket.called()
             raise
         self._note(request, results)
-        return Response(reply_format.whole(results).model_dump_json(), media_type="application/json")
+        return Response(reply_format.whole(results, written).model_dump_json(), media_type="application/json")
+
+    async def _results(self, batch: PromptBatch) -> tuple[list[Result], Path | None]:
+        """All results, and the file of hidden states, if they were asked for."""
+        if not batch.params.hidden_layers:
+            return await batch.results(self.engine), None
+        async with self.hidden_states.place(batch.prompts[0], batch.params) as write:
+            results = await batch.results(self.engine)
+            return results, await write(results[0])
 
     def _check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
         try:
             self.engine.check_length(prompt.num_tokens)
         except RequestError as error:
             raise TooLongError(str(error), field) from error
-        self.engine.check(prompt, params)
+        try:
+            self.engine.check(prompt, params)
+        except RequestError as error:
+            if error.param != "hidden_layers":
+                raise
+            raise RequestError(str(error).replace(error.param, _LAYERS), _LAYERS) from error
 
     async def _events(
         self, request: Request, batch: PromptBatch, reply_format: ReplyFormat, wants_usage: bool

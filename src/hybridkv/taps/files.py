@@ -47,7 +47,12 @@ def checksum(index: int, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_samples(path: Path, samples: Mapping[int, Stored], *, is_shard: bool) -> int:
+def write_sample(path: Path, index: int, tensors: Sample, *, mode: int = 0o666) -> int:
+    """Write a file of one sample, as `write_samples` does."""
+    return write_samples(path, {index: Stored(tensors, checksum(index, tensors))}, is_shard=False, mode=mode)
+
+
+def write_samples(path: Path, samples: Mapping[int, Stored], *, is_shard: bool, mode: int = 0o666) -> int:
     """Write one file and rename it into place. Returns its size. Raises DiskError; then no file is left behind."""
     tensors = {
         f"{index}.{name}" if is_shard else name: tensor
@@ -58,14 +63,14 @@ def write_samples(path: Path, samples: Mapping[int, Stored], *, is_shard: bool) 
     # The largest elements first: then each tensor begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(ordered, {"format": "pt", _CHECKSUMS: json.dumps(checksums)})
-    return write_atomically(path, [memoryview(header), *(_bytes_of(tensor) for _, tensor in ordered)])
+    return write_atomically(path, [memoryview(header), *(_bytes_of(tensor) for _, tensor in ordered)], mode)
 
 
-def write_atomically(path: Path, buffers: list[memoryview]) -> int:
+def write_atomically(path: Path, buffers: list[memoryview], mode: int = 0o666) -> int:
     """The file is on the disk before it gets its name: after a power cut, too, it is complete or not there."""
-    partial = path.with_name(f".{path.name}{_PARTIAL}")
+    partial = partial_path(path)
     try:
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             write_all(fd, 0, buffers)
             os.fdatasync(fd)
@@ -78,6 +83,11 @@ def write_atomically(path: Path, buffers: list[memoryview]) -> int:
         with suppress(OSError):
             os.unlink(partial)
     return sum(map(len, buffers))
+
+
+def partial_path(path: Path) -> Path:
+    """The name of a file while it is written."""
+    return path.with_name(f".{path.name}{_PARTIAL}")
 
 
 def is_partial(name: str) -> bool:

@@ -14,7 +14,7 @@ from types import TracebackType
 from torch import Tensor
 
 from hybridkv.errors import DiskError
-from hybridkv.taps.files import Stored, checksum, read_sample, write_samples
+from hybridkv.taps.files import read_sample, write_sample, write_samples
 from hybridkv.taps.folder import Place, TapFolder
 from hybridkv.taps.manifest import Manifest
 from hybridkv.taps.tensors import encode
@@ -55,8 +55,7 @@ class TapWriter:
 
     def _write(self, index: int, rows: Tensor, token_ids: Tensor) -> int:
         tensors = encode(rows, token_ids, self._dtype)
-        stored = {index: Stored(tensors, checksum(index, tensors))}
-        nbytes = write_samples(self._folder.sample_path(index), stored, is_shard=False)
+        nbytes = write_sample(self._folder.sample_path(index), index, tensors)
         if self._packer is not None:
             self._packer.add(index, nbytes)
         return nbytes
