@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from hs_connectors import FileTransfer
 from plain_norm import NORM
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from speculators.data_generation.offline import (
     check_hidden_states,
     find_corrupt_hidden_state_indices,
@@ -26,6 +28,8 @@ from training import losses, train
 
 from hybridkv.demo import demo_model
 
+HYBRIDKV = Path(sys.executable).with_name("hybridkv")
+"""In this environment: it has `datasets`, with which the command writes what speculators reads beside the states."""
 NUM_SAMPLES = 6
 EPOCHS = 4
 
@@ -33,13 +37,18 @@ EPOCHS = 4
 def extract_folder(stock: StockModel, folder: Path) -> list[list[int]]:
     """Writes a dataset and its hidden states. Returns the token ids of every sample."""
     samples = stock.samples(NUM_SAMPLES)
-    rows = [{"input_ids": ids, "loss_mask": [1] * len(ids), "seq_len": len(ids)} for ids in samples]
-    Dataset.from_list(rows).with_format("torch").save_to_disk(folder)
-    (folder / "hidden_states").mkdir()
-    for index, ids in enumerate(samples):
-        tensors = {"hidden_states": stock.hidden_states(ids), "token_ids": torch.tensor(ids)}
-        save_file(tensors, folder / "hidden_states" / f"hs_{index}.safetensors")
+    prompts = folder.with_suffix(".jsonl")
+    prompts.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in samples))
+    layers = ",".join(map(str, LAYERS))
+    command = [str(HYBRIDKV), "extract", str(demo_model()), f"--input={prompts}", f"--layers={layers}"]
+    subprocess.run([*command, f"--out={folder}", "--memory=256MiB", "--device=cpu"], check=True)
     return samples
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As close as two orders of the same sums in bfloat16 are."""
+    error = (found.float() - expected.float()).square().mean().sqrt()
+    assert error <= 0.02 * expected.float().square().mean().sqrt()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,7 @@ def test_its_checker_accepts_every_file(stock: StockModel, folder: Path) -> None
         assert data["hidden_states"].dtype == torch.bfloat16
         assert data["hidden_states"].shape == (len(ids), len(LAYERS), stock.hidden_size)
         assert data["token_ids"].dtype == torch.int64
-        torch.testing.assert_close(data["hidden_states"], stock.hidden_states(ids))
+        assert_close(data["hidden_states"], stock.hidden_states(ids))
 
 
 def test_its_loader_reads_every_sample(stock: StockModel, folder: Path) -> None:
@@ -107,8 +116,8 @@ def test_its_loader_reads_every_sample(stock: StockModel, folder: Path) -> None:
                 inside = batch["document_ids"][0] == document
                 ids = batch["input_ids"][0, inside].tolist()
                 expected = stock.hidden_states(ids)
-                torch.testing.assert_close(batch["hidden_states"][0, inside], expected[:, :-1].flatten(1))
-                torch.testing.assert_close(batch["verifier_last_hidden_states"][0, inside], expected[:, -1])
+                assert_close(batch["hidden_states"][0, inside], expected[:, :-1].flatten(1))
+                assert_close(batch["verifier_last_hidden_states"][0, inside], expected[:, -1])
                 read.append(ids)
     assert sorted(read) == sorted(samples)
 
