@@ -22,6 +22,7 @@ from tests.engine.zoo import FAMILIES, build, fresh, prompt
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MIXED = ["llama", "gemma3", "falcon_h1", "kimi_linear"]
 SAMPLES = int(os.environ.get("HYBRIDKV_SAMPLES", "100"))
+PARTS = 4
 Layers = tuple[int | str, ...]
 
 
@@ -239,18 +240,19 @@ def test_bytes_held_are_those_of_the_rows() -> None:
     assert held <= 1.02 * 160 * 3 * plan.model.hidden_size * plan.model.dtype.nbytes
 
 
-def test_random_lives() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_lives(part: int) -> None:
     """Rows are as many as tokens, and right, in random batches of random lengths, layers and memory."""
-    chance = random.Random(SAMPLES)
+    chance = random.Random(part)
     names = list(FAMILIES)
-    done = 0
-    while done < SAMPLES:
+    done, count = part, part + SAMPLES // PARTS
+    while done < count:
         model = build(names[done % len(names)])
         num_layers = len(find_decoder(model)[1])
         memory = memory_for(model, chance.randint(2, 6), 320)
         driver = Driver(model, memory_bytes=2 * memory, max_num_batched_tokens=chance.choice([17, 64, 256]))
         choices: list[int | str] = [*range(-num_layers - 1, 0), "final"]
-        for _ in range(min(SAMPLES - done, chance.randint(8, 20))):
+        for _ in range(min(count - done, chance.randint(8, 20))):
             start = prompt(chance.randint(0, 90), chance.randint(0, 2))
             layers = chance.sample(choices, chance.choice([0, 1, 1, 2, 3]))
             how = chance.choice(["prompt", "all"])
