@@ -102,8 +102,7 @@ prove-store: setup ## Processes killed while they write to one directory: 1,000 
 
 # Files of hidden states, and `hybridkv extract` on a tiny model: both are killed, and both write random samples.
 prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, then resumed
-	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/engine/test_hidden_states.py \
-		tests/cli/test_extract.py -k "random or kill"
+	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"
 
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .
