@@ -179,6 +179,10 @@ def test_rows_come_back_from_a_store(family: str, stream: str, tmp_path: Path) -
         [other] = engine.generate(tokens, tapped(0), progress=False)
         assert other.cached_tokens == 0
         check(build(family), tokens, other.hidden_layers, other.hidden_states)
+        stream = engine.stats().stream
+        assert stream is not None
+        assert not stream.failures  # what is not there is not asked for
+        assert stream.found == 2
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -219,6 +223,19 @@ def test_taps_are_evicted_before_anything_else() -> None:
     assert driver.run()["again"].cached_tokens == 144
 
 
+def test_the_reply_to_a_prompt_whose_rows_are_read_takes_no_pages_for_them() -> None:
+    driver = Driver(build("qwen3_next"))
+    driver.add("a", prompt(40, 1), tapped(0, -1, max_tokens=40))
+    driver.step()
+    held = driver.cache.pages_in_use()["taps"]
+    [sample] = driver.core.scheduler.running
+    assert sample.lease is not None
+    assert sample.token_ids
+    assert sample.key.taps == sample.lease.taps == ()
+    check_all(driver)
+    assert driver.cache.pages_in_use()["taps"] == held == 2 * 2
+
+
 def test_requests_at_once_compute_a_prefix_once_only_if_the_first_has_their_taps() -> None:
     for first, follows in ((tapped(0, 1), True), (GREEDY, False)):
         driver = Driver(build("qwen3_next"), max_num_batched_tokens=64)
@@ -227,6 +244,7 @@ def test_requests_at_once_compute_a_prefix_once_only_if_the_first_has_their_taps
         driver.add("second", prompt(300, 1), tapped(1))
         check_all(driver)
         assert (driver.results["second"].cached_tokens > 0) == follows
+        assert driver.core.scheduler.followed == follows
 
 
 def test_bytes_held_are_those_of_the_rows() -> None:
