@@ -329,6 +329,18 @@ def test_expired_files_make_room(served: Served, folder: HiddenFolder) -> None:
     assert not lock_of(path).exists()
 
 
+def test_a_lock_stays_as_long_as_its_file(folder: HiddenFolder) -> None:
+    """Here the file cannot be removed."""
+    path = folder.path(new_name())
+    path.mkdir()
+    lock_of(path).touch()
+    for one in (path, lock_of(path)):
+        age(one, folder.ttl_s + 1)
+    folder.sweep()
+    assert lock_of(path).exists()
+    assert folder.num_expired == 0
+
+
 def test_metrics(served: Served) -> None:
     path = path_of(served.post(COMPLETIONS, **ASKED))
     found = served.metrics()
@@ -416,6 +428,24 @@ def test_a_symlink_is_followed_once(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert HiddenFolder(tmp_path / "link").directory == tmp_path / "real"
+
+
+def test_a_planted_link_leads_nowhere(
+    served: Served, folder: HiddenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others who may write to the directory see the lock, and could be faster than the server."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+
+    def plant(*args: Any) -> Any:
+        [lock] = folder.directory.glob("*.lock")
+        (folder.directory / f".{lock.name.removesuffix('.lock')}.partial").symlink_to(victim)
+        return encode(*args)
+
+    monkeypatch.setattr("hybridkv.serve.hidden_folder.encode", plant)
+    error_of(served.post(COMPLETIONS, **ASKED), 500)
+    assert victim.read_text() == "precious"
+    assert_nothing_left(served, folder)
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:

@@ -124,8 +124,7 @@ class HiddenFolder:
         oldest = time.time() - self.ttl_s
         for name, entry in self._entries().items():
             if entry.changed < oldest and name not in self._reserved:
-                self._remove(name)
-                self.num_expired += 1
+                self.num_expired += self._remove(name)
 
     def usage(self) -> Usage:
         """What lies there, with what other servers wrote. Raises DiskError."""
@@ -155,10 +154,13 @@ class HiddenFolder:
         except OSError as error:
             raise DiskError(f"cannot read {self.directory}: {error.strerror}") from error
 
-    def _remove(self, name: str) -> None:
-        with suppress(OSError):  # the next sweep tries again
+    def _remove(self, name: str) -> bool:
+        """Whether it is gone. The next sweep tries again if not."""
+        with suppress(OSError):
             for path in self._paths(name):
                 path.unlink(missing_ok=True)
+            return True
+        return False
 
     def _paths(self, name: str) -> tuple[Path, Path, Path]:
         """The lock comes last: it is never removed before its sample."""

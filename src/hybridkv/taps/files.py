@@ -70,7 +70,7 @@ def write_atomically(path: Path, buffers: list[memoryview], mode: int = 0o666) -
     """The file is on the disk before it gets its name: after a power cut, too, it is complete or not there."""
     partial = partial_path(path)
     try:
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
             write_all(fd, 0, buffers)
             os.fdatasync(fd)
