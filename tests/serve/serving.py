@@ -19,7 +19,7 @@ from hybridkv.engine.results import Update
 from hybridkv.serve import ServeOptions, Server, make_app
 
 MODEL = "tiny"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LONG = 400
 
 
