@@ -324,6 +324,8 @@ class Fuzz:
                 assert not is_sound or lease.computed == (before + num_good) // BLOCK * BLOCK
         if not aborted:
             self.idle.append(lease)
+            if self.naive is not None:
+                self.naive.computed(lease.root_key, lease.tokens, lease.computed)
 
     def release(self) -> None:
         lease = self._pick_idle()
@@ -363,6 +365,7 @@ class Fuzz:
         tokens = self.chance.choice(self.ended) if self.ended and not self.chance.one_in(4) else self._prompt()
         limit = self.chance.integer(0, len(tokens)) if self.chance.one_in(3) else len(tokens)
         key = lookup_key(taps=[tap for tap in self.taps if self.chance.one_in(4)])
+        self.cache.match(tokens, key)  # the oracle knows taps only from their first use on
         expected = self.sim.brute_force_resume(pack_tokens([*tokens[:limit], 0]), key.root, key.taps)
         pin = self.cache.pin(tokens, self.chance.integer(1, 5), key, limit=limit)
         assert pin.num_tokens == expected

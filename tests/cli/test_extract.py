@@ -354,6 +354,7 @@ def test_prompts_that_the_model_cannot_take_are_named(
     source = write_lines(tmp_path, [{"prompt": "fine"}, line])
     error = complaint(capsys, 2, checkpoint, "-i", str(source), "-o", str(tmp_path / "x"), "--layers", "1", *SMALL)
     assert words in error
+    assert not (tmp_path / "x" / "manifest.json").exists()  # the corrected input is another one
 
 
 def test_files_that_are_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ from tests.engine.drive import GREEDY, Driver, memory_for
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-MIXED = ["llama", "gemma3", "falcon_h1", "kimi_linear"]
+MIXED = ["llama", "gemma3", "falcon_h1", "kimi_linear", "mamba2"]
+"""mamba2 has no attention: nothing but hidden states is stored in stretches of blocks."""
 SAMPLES = int(os.environ.get("HYBRIDKV_SAMPLES", "100"))
 PARTS = 4
 Layers = tuple[int | str, ...]
@@ -203,6 +204,28 @@ def test_plain_requests_see_no_change(family: str) -> None:
         assert beside.cache.slabs_in_use() == alone.cache.slabs_in_use() | {"taps": 0}
     assert hits[0] == hits[1]
     assert beside.cache.stats.taps_evicted == 0
+
+
+def test_taps_of_other_layers_on_ones_own_path_are_evicted() -> None:
+    driver = Driver(build("llama"), memory_bytes=1 << 19)
+    driver.add("many", prompt(392, 1), tapped(0, 1, 2, max_tokens=1))
+    driver.run()
+    driver.add("one", prompt(392, 1) + prompt(100, 2), tapped(0, hidden_tokens="all"))
+    check_all(driver)
+    assert driver.cache.stats.taps_evicted
+
+
+def test_an_aborted_reply_has_no_rows() -> None:
+    driver = Driver(build("llama"))
+    driver.add("a", prompt(20, 1), tapped(0, n=2, hidden_tokens="all", max_tokens=20))
+    driver.add("b", prompt(20, 1), tapped(0, max_tokens=20))
+    for _ in range(6):
+        driver.step()
+    for name in ("a", "b"):
+        driver.abort(name)
+        assert [one.hidden_states for one in driver.results[name].completions] == [None] * len(
+            driver.results[name].completions
+        )
 
 
 def test_taps_are_evicted_before_anything_else() -> None:

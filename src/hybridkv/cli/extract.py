@@ -169,6 +169,8 @@ def _extract(job: _Job, folder: TapFolder, manifest: Manifest, extraction: Extra
     began = time.monotonic()
     there = folder.recover()
     if folder.manifest() is None:
+        for _ in extraction.tokenize(job.prompts):  # a bad line stops the command before anything is written
+            pass
         folder.write_manifest(manifest)
     bar = SampleBar(job.prompts.count, len(there))
     stored = bytes_per_token(manifest.dtype, len(manifest.layers), manifest.hidden_size)

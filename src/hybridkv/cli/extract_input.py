@@ -125,7 +125,7 @@ def import_datasets() -> Any | None:
 def _parsed(index: int, where: str, line: str) -> Sample:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: {error}; write one JSON object a line") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where}: expected an object with one of {_names()}")

@@ -168,8 +168,14 @@ class Sample:
             self.stop,
             logprobs,
             self.error,
-            self.request.hidden if self.hidden is None else self.hidden,
+            self._rows(),
         )
+
+    def _rows(self) -> Tensor | None:
+        """Hidden states for its completion. One that failed or was aborted has none."""
+        if self.finish_reason not in ("stop", "length"):
+            return None
+        return self.request.hidden if self.hidden is None else self.hidden
 
     def take_update(self) -> Update:
         """The tokens and text since the previous update."""

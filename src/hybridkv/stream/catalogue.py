@@ -131,9 +131,12 @@ class Catalogue:
     def ends_stretch(self, end: int) -> bool:
         return end % (self.stretch_blocks * self.block_tokens) == 0
 
-    def load_ends(self, start: int, end: int) -> set[int]:
-        """Ends of all objects that are read for a request at `start` that will resume at `end`."""
-        return {end}.union(*(self.ends(group, start, end) for group in self.token_groups))
+    def load_ends(self, start: int, end: int, names: Collection[str] = ()) -> set[int]:
+        """Ends of all objects that are read for a request at `start` that will resume at `end`.
+
+        `names`: its groups. Only taps must be among them.
+        """
+        return {end}.union(*(self.ends(group, start, end) for group in self.needed(names)))
 
     def row_bytes(self, group: StoredGroup, end: int) -> list[int]:
         """Size of each row of the object that ends at `end`."""

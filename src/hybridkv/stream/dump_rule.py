@@ -30,7 +30,7 @@ class DumpRule:
             return []  # no block ends here
         points = self._resume_points(progress)
         ends = set(points)
-        if catalogue.token_groups:
+        if catalogue.token_groups or progress.has_taps:
             ends.update(catalogue.stretch_ends(progress.start, progress.end))
         return [DumpPoint(end, end in points) for end in sorted(ends)]
 

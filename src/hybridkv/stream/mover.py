@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hybridkv.cache import NULL_PAGE
 from hybridkv.store import Store
@@ -69,7 +69,7 @@ class Mover:
         return sum(load.num_hanging for load in self._loads) >= self._readers.count
 
     def load(self, request: PageRequest, keys: Mapping[int, bytes]) -> Load:
-        """Start to fill the request's pages. `keys`: at `catalogue.load_ends(request.start, request.end)`."""
+        """Start to fill the request's pages. `keys`: at the catalogue's `load_ends`."""
         load = Load(
             self._store,
             self.catalogue,
@@ -83,11 +83,11 @@ class Mover:
         load.submit(self._readers, self._on_load)
         return load
 
-    def predicted_seconds(self, start: int, end: int) -> float | None:
-        """Predicted time of a load at the current bandwidth; None before the first load."""
+    def predicted_seconds(self, start: int, end: int, names: Collection[str] = ()) -> float | None:
+        """Predicted time of a load at the current bandwidth; None before the first load. `names`: with these taps."""
         if not self._bytes_per_s:
             return None
-        return self.catalogue.load_bytes(start, end) / self._bytes_per_s
+        return self.catalogue.load_bytes(start, end, names) / self._bytes_per_s
 
     def ended(self, load: Load, mode: str) -> None:
         """Count a load that has ended or was given up."""

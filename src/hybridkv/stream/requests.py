@@ -29,3 +29,5 @@ class Progress(NamedTuple):
     """Resume points given by the request."""
     checkpoints: Mapping[int, Kind] = {}
     """Positions where the cache wants checkpoints, and their kinds."""
+    has_taps: bool = False
+    """Whether hidden states of its tokens are kept."""

@@ -33,7 +33,8 @@ def encode(rows: Tensor, token_ids: Tensor, dtype: str) -> dict[str, Tensor]:
     # rows: [T, L, H], token_ids: [T]
     if rows.ndim != 3 or rows.shape[0] != len(token_ids):
         raise InputError(f"hidden states {list(rows.shape)} of {len(token_ids)} tokens: there must be one row a token")
-    if not bool(torch.isfinite(rows).all()):
+    shown = torch.bfloat16 if dtype == "fp8" else STORED[dtype]  # what a reader gets
+    if not bool(torch.isfinite(rows.to(shown)).all()):
         raise InputError(f"hidden states of {len(token_ids)} tokens have values that are not finite")
     ids = token_ids.to(torch.int64)
     if dtype != "fp8":

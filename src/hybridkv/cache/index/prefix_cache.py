@@ -177,12 +177,11 @@ class PrefixCache:
                 present = pages if group in self.groups.full else [page for page in pages if page != NULL_PAGE]
                 self.groups.arena.give_back(self.groups.token_pools[group], present)
 
-    def free_taps(self, node: Node) -> int:
-        """Free the pages of all tapped layers of a node and of its checkpoints. Returns the number of pages."""
+    def free_taps(self, node: Node, groups: Iterable[int]) -> int:
+        """Free the pages of these tapped layers of a node and of its checkpoints. Returns the number of pages."""
         num_freed = 0
-        self.index.tapped.pop(node, None)
         self.index.changed()
-        for group in self.groups.taps:
+        for group in groups:
             found = [page for page in node.pages[group] or () if page != NULL_PAGE]
             node.pages[group] = None
             for checkpoint in node.checkpoints:
@@ -191,6 +190,8 @@ class PrefixCache:
                     checkpoint.tail_pages[group] = NULL_PAGE
             self.groups.arena.give_back(self.groups.token_pools[group], found)
             num_freed += len(found)
+        if not any(node.pages[group] for group in self.groups.taps):
+            del self.index.tapped[node]
         return num_freed
 
     def _cut_after_last_checkpoint(self, node: Node) -> None:

@@ -113,13 +113,17 @@ class Reclaimer:
 
     def _evict_taps(self) -> bool:
         """Evict the tapped layers of the node whose were used least recently. False if requests use all of them."""
-        leases = self.running.leases.values()
-        in_use = {node for lease in leases if lease.taps for node in lease.leaf.path()}
-        node = next((node for node in self.prefixes.index.tapped if node not in in_use), None)
-        if node is None:
-            return False
-        self.stats.taps_evicted += self.prefixes.free_taps(node)
-        return True
+        in_use: dict[Node, set[int]] = {}
+        for lease in self.running.leases.values():
+            for node in lease.leaf.path() if lease.taps else ():
+                in_use.setdefault(node, set()).update(lease.taps)
+        for node in self.prefixes.index.tapped:
+            used = in_use.get(node, set())
+            unused = [group for group in self.groups.taps if group not in used and node.pages[group]]
+            if unused:
+                self.stats.taps_evicted += self.prefixes.free_taps(node, unused)
+                return True
+        return False
 
     def evict_checkpoint(self, checkpoint: Checkpoint) -> None:
         prefixes, node = self.prefixes, checkpoint.node

@@ -28,4 +28,6 @@ def reply_request(lease: Lease) -> PageRequest:
 
 def step_progress(sample: Sample, lease: Lease, tables: StepTables) -> Progress:
     request = sample.request
-    return Progress(tables.start, tables.end, request.prompt_tokens, request.breakpoints, lease.wanted)
+    return Progress(
+        tables.start, tables.end, request.prompt_tokens, request.breakpoints, lease.wanted, bool(lease.taps)
+    )

@@ -105,14 +105,14 @@ class Streaming:
             return
         self.streamer.stats.found += 1
         transfer.found(transfer.fetch.position)
-        if not self._is_layerwise(lease.computed, transfer.position, is_alone):
+        if not self._is_layerwise(lease, transfer.position, is_alone):
             self._load_alone(sample, lease, transfer)
 
-    def _is_layerwise(self, start: int, end: int, is_alone: bool) -> bool:
+    def _is_layerwise(self, lease: Lease, end: int, is_alone: bool) -> bool:
         """Whether to load layerwise. The whole batch waits for the load, and so do requests that arrive meanwhile."""
         if self.mode != "auto":
             return self.mode == "layerwise"
-        seconds = self.streamer.mover.predicted_seconds(start, end)
+        seconds = self.streamer.mover.predicted_seconds(lease.computed, end, lease.named_tables)
         if seconds is None:
             return is_alone
         return seconds < (_LONG_WAIT_S if is_alone else _SHORT_WAIT_S)
@@ -129,7 +129,7 @@ class Streaming:
 
     def _load(self, sample: Sample, lease: Lease, tables: StepTables) -> Load:
         request = load_request(tables)
-        ends = self.streamer.catalogue.load_ends(request.start, request.end)
+        ends = self.streamer.catalogue.load_ends(request.start, request.end, request.blocks)
         return self.streamer.mover.load(request, sample.keys(self.streamer).at(ends, lease.tokens))
 
     def extend(self, sample: Sample, num_tokens: int) -> StepTables | None:
