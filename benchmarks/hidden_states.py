@@ -10,8 +10,9 @@ One run, the same prompts for all of them:
 
     python benchmarks/hidden_states.py [--model DIRECTORY] [--device cuda]
 
-Peak memory is that of the process, or on a GPU what torch has allocated there; the engine's has its arena in it. One
-JSON line last.
+On a CPU times are seconds of CPU, with one thread unless --threads says more: other programs that run beside it count
+for little then. On a GPU they are seconds. Peak memory is that of the process, or on a GPU what torch has allocated
+there; the engine's has its arena in it. One JSON line last.
 """
 
 from __future__ import annotations
@@ -67,19 +68,19 @@ class Workload:
 
 def stock(args: argparse.Namespace) -> dict[str, Any]:
     """Stock transformers, a prompt at a time."""
-    disable_progress_bar()
+    prepare(args)
     work = Workload(args)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device).eval()
     decoder, _ = find_decoder(model)
 
-    @torch.no_grad()
     def rows(prompt: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([prompt], device=args.device)
-        states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        with torch.no_grad():
+            states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         return torch.stack([states[layer][0] for layer in work.layers], dim=1).cpu()
 
     first = rows(work.prompts[0])
-    seconds = [timed(lambda: [rows(prompt) for prompt in work.prompts]) for _ in range(args.repeats)]
+    seconds = [timed(args.device, lambda: [rows(prompt) for prompt in work.prompts]) for _ in range(args.repeats)]
     return {
         "tokens_per_s": rate(work.prompts, seconds),
         "peak_bytes": peak_bytes(args.device),
@@ -87,9 +88,14 @@ def stock(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def prepare(args: argparse.Namespace) -> None:
+    disable_progress_bar()
+    torch.set_num_threads(args.threads)
+
+
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     """Everything on the engine."""
-    disable_progress_bar()
+    prepare(args)
     work = Workload(args)
     asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, hidden_layers=work.layers)
     with open_engine(args) as engine:
@@ -124,7 +130,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
 def run(engine: Engine, prompts: Prompts, params: SamplingParams) -> float:
     """Seconds for prompts of which nothing is cached."""
     engine.reset_cache()
-    return timed(lambda: engine.generate(prompts, params, progress=False))
+    return timed(engine.device.type, lambda: engine.generate(prompts, params, progress=False))
 
 
 def held(engine: Engine, work: Workload) -> dict[str, float]:
@@ -184,8 +190,7 @@ def others(engine: Engine, bare: Engine, work: Workload, repeats: int) -> dict[s
     for number in range(-1, 4 * repeats):
         for one in (engine, bare) if number % 2 else (bare, engine):
             prefill[one].append(run(one, work.prompts[: len(work.prompts) // 2], ONE_TOKEN))
-            results = one.generate(work.short, decode, progress=False)
-            decoding[one].append(statistics.mean(result.metrics.per_token_s for result in results))
+            decoding[one].append(run(one, work.short, decode))
     return {
         "with_taps": figures[0],
         "without_taps": figures[1],
@@ -201,10 +206,11 @@ def quartiles(one: Sequence[float], other: Sequence[float]) -> list[float]:
     return [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4, method="inclusive")]
 
 
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(device: str, work: Callable[[], object]) -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def count(prompts: Prompts) -> int:
@@ -233,6 +239,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "hidden_states",
         "model": args.model.name,
         "cores": os.cpu_count(),
+        "threads": args.threads,
         "prompts": args.prompts,
         "prompt_tokens": args.tokens,
         "stock": theirs,
@@ -249,9 +256,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=demo_model(), help="A checkpoint; default: the demo model.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="Of torch, on a CPU.")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", default="256MiB", help="Of the engine's cache.")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="Of a prompt: whole blocks of 16.")
     parser.add_argument("--system", type=int, default=600, help="Tokens of the system prompt that samples share.")
     parser.add_argument("--repeats", type=int, default=3)
@@ -259,7 +267,8 @@ def main() -> None:
     if args.tokens % BLOCK_TOKENS:
         parser.error(f"--tokens {args.tokens}: choose a multiple of {BLOCK_TOKENS}")
     report = measure(args)
-    print(f"{report['model']} on {report['device']}, {report['cores']} cores, {args.dtype}, layers {report['layers']}")
+    device = f"{report['device']}, {args.threads} of {report['cores']} cores"
+    print(f"{report['model']} on {device}, {args.dtype}, layers {report['layers']}")
     for name in ("extract", "plain", "stock"):
         print(
             f"{name}: {report[name]['tokens_per_s']:,.0f} tokens/s, peak {report[name]['peak_bytes'] / 2**20:,.0f} MiB"
