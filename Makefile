@@ -18,7 +18,7 @@ MORE := 0.7
 .PHONY: help setup setup-vllm setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-store prove-stream prove-taps \
-	bench bench-core bench-engine bench-replay bench-store bench-serve bench-stream
+	bench bench-core bench-engine bench-hidden bench-replay bench-store bench-serve bench-stream
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -121,6 +121,9 @@ bench-core: setup-vllm setup-compiled ## The cache core against vLLM's KVCacheMa
 
 bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM, on CPU: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/engine_cpu.py $(ARGS)
+
+bench-hidden: setup ## Hidden states: their cost against plain requests and stock transformers: ARGS="--model DIR"
+	$(BIN)/python benchmarks/hidden_states.py $(ARGS)
 
 bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
 	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }

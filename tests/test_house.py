@@ -68,6 +68,7 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
      'tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"'),
     ("test-vllm", ".venv-vllm/bin/pytest tests_vllm"),
     ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
+    ("bench-hidden", ".venv/bin/python benchmarks/hidden_states.py"),
     ("bench-serve", ".venv/bin/python benchmarks/serve_load.py"),
 ])  # fmt: skip
 def test_make_does_what_it_says(target: str, runs: str) -> None:
