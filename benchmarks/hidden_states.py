@@ -98,8 +98,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     prepare(args)
     work = Workload(args)
     asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, hidden_layers=work.layers)
-    with open_engine(args) as first:  # the first engine of a process is slower than those after it
-        run(first, work.prompts, ONE_TOKEN)
+    warm_up(args, work)
     with open_engine(args) as engine:
         extract: list[float] = []
         plain: list[float] = [run(engine, work.prompts, ONE_TOKEN)]
@@ -123,6 +122,16 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             assert not any(isinstance(spec, HiddenTap) for spec in bare.plan.model.layers)
             found["others"] = others(engine, bare, work, args.repeats)
     return found
+
+
+def warm_up(args: argparse.Namespace, work: Workload) -> None:
+    """The first engine of a process is slower than those after it."""
+    with open_engine(args) as engine:
+        run(engine, work.prompts, ONE_TOKEN)
+    del engine
+    if args.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
