@@ -180,10 +180,10 @@ def test_rows_come_back_from_a_store(family: str, stream: str, tmp_path: Path) -
         [other] = engine.generate(tokens, tapped(0), progress=False)
         assert other.cached_tokens == 0
         check(build(family), tokens, other.hidden_layers, other.hidden_states)
-        stream = engine.stats().stream
-        assert stream is not None
-        assert not stream.failures  # what is not there is not asked for
-        assert stream.found == 2
+        traffic = engine.stats().stream
+        assert traffic is not None
+        assert not traffic.failures  # what is not there is not asked for
+        assert traffic.found == 2
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -254,7 +254,8 @@ def test_the_reply_to_a_prompt_whose_rows_are_read_takes_no_pages_for_them() -> 
     [sample] = driver.core.scheduler.running
     assert sample.lease is not None
     assert sample.token_ids
-    assert sample.key.taps == sample.lease.taps == ()
+    assert not sample.key.taps
+    assert not sample.lease.taps
     check_all(driver)
     assert driver.cache.pages_in_use()["taps"] == held == 2 * 2
 
