@@ -74,7 +74,7 @@ class Leaders:
     def find_rebuilder(
         self, leases: Iterable[Lease], key: bytes, tokens: bytes, max_blocks: int, position: int, taps: Sequence[int]
     ) -> tuple[Lease | None, int]:
-        """A lease that recomputes a known prefix for want of a state or tap, and the length of the shared prefix.
+        """A lease that recomputes a known prefix because a state or tap is missing, and the shared prefix's length.
 
         It can keep a checkpoint where the prompts diverge.
         """

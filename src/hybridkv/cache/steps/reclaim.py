@@ -112,7 +112,10 @@ class Reclaimer:
         return True
 
     def _evict_taps(self) -> bool:
-        """Evict the tapped layers of the node whose were used least recently. False if requests use all of them."""
+        """Evict tapped layers of one node: of the least recently used one that has some which no request uses now.
+
+        False if there is none.
+        """
         in_use: dict[Node, set[int]] = {}
         for lease in self.running.leases.values():
             for node in lease.leaf.path() if lease.taps else ():
