@@ -235,7 +235,7 @@ class EngineCore:
         return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
 
     def _read_prompt_rows(self, request: Request, lease: Lease) -> None:
-        """Read the hidden states of a prompt that has been computed. If only these are wanted, the lease drops its taps."""
+        """Read the hidden states of a prompt that has been computed. If no more is wanted, the lease drops its taps."""
         numbers = request.tapped.numbers
         request.hidden = self.runner.taps.read(lease.named_tables, numbers, request.prompt_tokens)
         if request.params.hidden_tokens == "prompt":
