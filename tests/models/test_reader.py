@@ -139,8 +139,8 @@ def test_taps_are_specs_of_their_own() -> None:
     assert taps[0].parts[0].shape == (1, 64)
     tapped = read_config(LLAMA, name="m", taps=[0], kv_cache_dtype=DType.FLOAT8_E4M3FN)
     assert tapped.layers[-1].parts[0].dtype is DType.BFLOAT16
-    with pytest.raises(ConfigError, match="no layer 2 to tap: choose from 0 to 1"):
-        read_config(LLAMA, name="m", taps=[2])
+    with pytest.raises(ConfigError, match="no layer 3 to tap: choose from 0 to 2"):
+        read_config(LLAMA, name="m", taps=[3])
 
 
 @pytest.mark.parametrize(
