@@ -6,7 +6,7 @@ Pure data: no config formats, no addresses, no torch. `models` makes these, `pla
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import ClassVar
@@ -66,6 +66,19 @@ class Split:
     total: int
     start: int
     count: int
+    unit: int = 1
+    """Elements that stay together: those of one head, or of one group of heads."""
+    repeats: bool = False
+    """With more ranks than units, several ranks keep the same unit. Otherwise there are never more ranks."""
+
+    @property
+    def num_units(self) -> int:
+        """Units of the whole run."""
+        return self.total // self.unit
+
+    def of_units(self, size: int) -> Split:
+        """The same part of a run in which each element is `size` elements that stay together."""
+        return Split(self.total * size, self.start * size, self.count * size, self.unit * size, self.repeats)
 
     @classmethod
     def whole(cls, total: int) -> Split:
@@ -83,10 +96,10 @@ class Split:
     def replicated(cls, total: int, tp: int, rank: int, what: str) -> Split:
         """As `even`, but when there are more ranks than units, equally many neighbours keep the same unit."""
         if total >= tp:
-            return cls.even(total, tp, rank, what)
+            return replace(cls.even(total, tp, rank, what), repeats=True)
         if tp % total:
             raise ParallelismError(f"tensor-parallel size {tp} is no multiple of {total} {what}, nor divides them")
-        return cls(total, rank // (tp // total), 1)
+        return cls(total, rank // (tp // total), 1, repeats=True)
 
 
 @dataclass(frozen=True, slots=True)

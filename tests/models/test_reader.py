@@ -96,7 +96,7 @@ def test_sizes_that_do_not_split_are_refused_with_those_that_do() -> None:
 def test_kv_heads_are_replicated_when_there_are_fewer_than_ranks() -> None:
     config = {**LLAMA, "num_key_value_heads": 2}
     heads = [read_config(config, name="m", tp=4, rank=rank).layers[0].parts[0].runs[0] for rank in range(4)]
-    assert heads == [Split(2, 0, 1), Split(2, 0, 1), Split(2, 1, 1), Split(2, 1, 1)]
+    assert heads == [Split(2, start, 1, repeats=True) for start in (0, 0, 1, 1)]
     with pytest.raises(ParallelismError, match="8 is no multiple of 3 KV heads"):
         read_config({**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 3, "head_dim": 8}, name="m", tp=8)
 
@@ -104,7 +104,7 @@ def test_kv_heads_are_replicated_when_there_are_fewer_than_ranks() -> None:
 def test_state_space_groups_follow_their_heads() -> None:
     config = {"model_type": "bamba", "mamba_n_groups": 2, "mamba_d_state": 8}
     conv = read_config(config, name="m", tp=4, rank=3).layers[0].parts[0]
-    assert conv.runs[1:] == (Split(16, 8, 8), Split(16, 8, 8))
+    assert conv.runs[1:] == (Split(16, 8, 8, unit=8, repeats=True),) * 2
 
 
 @pytest.mark.parametrize(("tp", "rank"), [(0, 0), (2, 2), (2, -1)])

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridkv.engine.loading.identity import model_identity
@@ -16,7 +17,7 @@ from hybridkv.store import MemoryStore, Store
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.stream import Catalogue, Streamer
 from hybridkv.stream.torch_io import page_bytes
-from tests.engine.drive import Driver
+from tests.engine.drive import GREEDY, Driver
 from tests.engine.zoo import FAMILIES, build, family_config, make, prompt
 from tests.stream.faults import SIZE
 
@@ -161,7 +162,7 @@ def filled(family: str, *names: str) -> BlobStore:
     driver = StreamDriver(model_of(family), store)
     for name in names:
         length, seed = map(int, name.split("/"))
-        driver.add(name, prompt(length, seed))
+        driver.add(name, prompt(length, seed), replace(GREEDY, max_tokens=2))
     driver.run()
     driver.drain()
     driver.runner.close()

@@ -14,8 +14,11 @@ import sys
 import time
 from collections.abc import Iterator
 from hashlib import shake_128
+from math import prod
 from pathlib import Path
 from typing import IO, NamedTuple
+
+import numpy as np
 
 from hybridkv.cache import CacheLayout
 from hybridkv.cache.tokens import TOKEN_BYTES, lookup_key, pack_tokens
@@ -46,7 +49,8 @@ from hybridkv.stream import (
     Progress,
     StreamStats,
 )
-from hybridkv.stream.catalogue import StoredGroup
+from hybridkv.stream.form import Chunk
+from hybridkv.stream.row_io import Bytes
 
 SIZE = 16
 STRETCH_TOKENS = 32
@@ -118,7 +122,7 @@ class Finding:
         keys = self.finder.block_keys(lookup_key().root)
         found = _answer(self.finder.find(keys, packed, 0, len(tokens) - 1)) if load else 0
         self.num_used.clear()
-        blocks = {group.name: self._pages(group, -(-len(tokens) // SIZE)) for group in catalogue.token_groups}
+        blocks = {group.name: self._pages(group.name, -(-len(tokens) // SIZE)) for group in catalogue.token_groups}
         points = self.rule.of_step(Progress(found, len(tokens), len(tokens), breakpoints=[40]))
         step = PageRequest(found, len(tokens), blocks, self._states([point.end for point in points if point.resumes]))
         wanted = PageRequest(0, found, blocks, self._states([found])) if found else None
@@ -127,17 +131,17 @@ class Finding:
 
     def _states(self, positions: list[int]) -> dict[str, dict[int, list[int]]]:
         return {
-            group.name: {end: self._pages(group, group.cache.pages_per_state) for end in positions}
+            group.name: {end: self._pages(group.name, self.plan.group(group.name).layout.pages) for end in positions}
             for group in self.finder.catalogue.state_groups
         }
 
-    def _pages(self, group: StoredGroup, count: int) -> list[int]:
+    def _pages(self, name: str, count: int) -> list[int]:
         """Pages that nothing else uses: every group has its own slabs."""
-        groups = self.finder.catalogue.groups
-        per_group = (self.plan.num_slabs - 1) // len(groups) * group.cache.pages_per_slab
-        first = group.cache.pages_per_slab + groups.index(group) * per_group
-        used = self.num_used.get(group.name, 0)
-        self.num_used[group.name] = used + count
+        group, groups = self.plan.group(name), self.plan.groups
+        per_group = (self.plan.num_slabs - 1) // len(groups) * group.pages_per_slab
+        first = group.pages_per_slab + groups.index(group) * per_group
+        used = self.num_used.get(name, 0)
+        self.num_used[name] = used + count
         assert used + count <= per_group
         return list(range(first + used, first + used + count))
 
@@ -177,46 +181,53 @@ class Moving:
         return None if order.load is None else self.mover.load(order.load, order.load_keys)
 
     def _compute(self, order: Order, layer: int) -> None:
-        for group, number, end, page in self._rows(order.step, layer):
-            self._bytes(group, number, page)[:] = content(group, number, order.tokens, end)
+        for chunk, end, page in self._rows(order.step, layer):
+            for view, piece in self._pieces(chunk, page):
+                view[...] = content(chunk, piece, order.tokens, end)
 
     def _num_wrong(self, order: Order, layer: int) -> int:
         """Count wrong rows among those that the layer sees from the end of the load."""
         assert order.load is not None
-        rows = [
-            row
-            for row in self._rows(order.load, layer)
-            if row[2] // SIZE > row[0].cache.sight.first_visible_block(order.load.end, SIZE)
-        ]
+        seen = {
+            group.name: group.sight.first_visible_block(order.load.end, SIZE) for group in self.mover.catalogue.groups
+        }
+        rows = [row for row in self._rows(order.load, layer) if row[1] // SIZE > seen[row[0].table]]
         assert rows
         return sum(
-            self._bytes(group, number, page) != content(group, number, order.tokens, end)
-            for group, number, end, page in rows
+            any((view != content(chunk, piece, order.tokens, end)).any() for view, piece in self._pieces(chunk, page))
+            for chunk, end, page in rows
         )
 
-    def _rows(self, request: PageRequest, layer: int) -> Iterator[tuple[StoredGroup, int, int, int]]:
-        """Every row of a layer that the request's whole blocks and states have: group, number, end and page."""
+    def _rows(self, request: PageRequest, layer: int) -> Iterator[tuple[Chunk, int, int]]:
+        """Every chunk of a layer that the request's whole blocks and states have, with its end and its page."""
         for group in self.mover.catalogue.groups:
-            for number, row in enumerate(group.rows):
-                if not row.first_layer <= layer <= row.last_layer:
+            for chunk in group.chunks:
+                if not chunk.row.first_layer <= layer <= chunk.row.last_layer:
                     continue
                 if group.is_state:
-                    for end, pages in request.states[group.name].items():
-                        yield group, number, end, pages[row.page]
+                    for end, pages in request.states[chunk.table].items():
+                        yield chunk, end, pages[chunk.row.page]
                 else:
                     for block in range(request.start // SIZE, request.end // SIZE):
-                        yield group, number, (block + 1) * SIZE, request.blocks[group.name][block]
+                        yield chunk, (block + 1) * SIZE, request.blocks[chunk.table][block]
 
-    def _bytes(self, group: StoredGroup, number: int, page: int) -> memoryview:
-        row = group.rows[number]
-        start = page * group.plan.stride_bytes + row.offset_bytes
-        return memoryview(self.memory)[start : start + row.nbytes]
+    def _pieces(self, chunk: Chunk, page: int) -> Iterator[tuple[Bytes, str]]:
+        """Every part of every layer in a page, as bytes, and what it is called."""
+        for view in chunk.row.views:
+            offset = chunk.plan.page_offset(page) + view.offset_bytes
+            shape, strides = (*view.shape[:-1], view.shape[-1] * view.dtype.nbytes), (*view.strides_bytes[:-1], 1)
+            yield np.ndarray(shape, np.uint8, memoryview(self.memory), offset, strides), f"{view.layer} {view.part}"
 
 
-def content(group: StoredGroup, number: int, tokens: bytes, end: int) -> bytes:
-    """What the row of a block or state that ends at `end` is for these tokens, and for no others."""
-    seed = f"{group.name} {number} ".encode() + tokens[: end * TOKEN_BYTES]
-    return shake_128(seed).digest(group.rows[number].nbytes)
+def content(chunk: Chunk, piece: str, tokens: bytes, end: int) -> Bytes:
+    """What a part of a block or state that ends at `end` is for these tokens, and for no others."""
+    shape = next(
+        (*view.shape[:-1], view.shape[-1] * view.dtype.nbytes)
+        for view in chunk.row.views
+        if f"{view.layer} {view.part}" == piece
+    )
+    seed = f"{chunk.table} {piece} ".encode() + tokens[: end * TOKEN_BYTES]
+    return np.frombuffer(shake_128(seed).digest(prod(shape)), np.uint8).reshape(shape)
 
 
 def _answer(fetch: Fetch | None) -> int:

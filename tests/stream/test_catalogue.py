@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hybridkv.cache.tokens import lookup_key, pack_tokens
+from hybridkv.spec import LinearState
 from hybridkv.stream import BlockKeys
-from hybridkv.stream.catalogue import Catalogue, StoredGroup, Stretch
+from hybridkv.stream.catalogue import Catalogue, Stretch
+from hybridkv.stream.form import StoredGroup
 from tests.engine.zoo import prompt
 from tests.stream.drive import StreamDriver, model_of, plain_store
 
@@ -37,7 +39,7 @@ def test_an_object_of_a_window_holds_no_more_than_is_seen_from_its_end(end: int,
     catalogue = catalogue_of("gemma3")
     group = group_of(catalogue, "window20")
     assert catalogue.stretch(group, end) == Stretch(*stretch)
-    assert sum(catalogue.row_bytes(group, end)) == group.item_bytes * (stretch[1] - stretch[0])
+    assert catalogue.num_tokens(group, end) == end - stretch[0] * SIZE
 
 
 def test_an_object_of_a_window_shorter_than_a_span_leaves_the_rest_out() -> None:
@@ -59,10 +61,14 @@ def test_what_a_request_needs_to_resume() -> None:
     assert catalogue.ends(local, 70, 80) == [80]
 
 
-def test_a_state_has_one_object_of_its_own() -> None:
-    catalogue = catalogue_of("falcon_h1")
+def test_a_state_is_one_row_a_layer() -> None:
+    driver = StreamDriver(model_of("qwen3_next"), plain_store())
+    driver.close()
+    catalogue, spec = driver.streamer.catalogue, driver.memory.plan.model
     group = group_of(catalogue, "state")
-    assert sum(catalogue.row_bytes(group, 80)) == group.item_bytes
+    assert catalogue.num_tokens(group, 80) == 1
+    assert sum(group.row_bytes(1)) == spec.state_bytes
+    assert len(group.row_bytes(1)) == sum(isinstance(one, LinearState) for one in spec.layers)
 
 
 def test_names_cover_all_tokens_before_the_end_and_the_root() -> None:
@@ -82,8 +88,9 @@ def test_names_asked_for_piece_by_piece_are_the_same() -> None:
     assert pieces == [whole[:1], whole[:3], whole[:2], whole]
 
 
-def test_groups_of_one_model_have_namespaces_by_layout_and_weights_alone() -> None:
+def test_a_namespace_depends_on_what_is_stored_alone() -> None:
     one = catalogue_of("falcon_h1")
     assert catalogue_of("falcon_h1", memory_bytes=64 << 20).namespace == one.namespace
     assert catalogue_of("falcon_h1", block_tokens=32).namespace != one.namespace
-    assert catalogue_of("falcon_h1", row_layers=2).namespace != one.namespace
+    assert catalogue_of("falcon_h1", row_layers=2).namespace == one.namespace
+    assert catalogue_of("falcon_h1", attn_pack_size=1).namespace == one.namespace

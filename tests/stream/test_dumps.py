@@ -108,7 +108,7 @@ def test_a_store_that_hangs_drops_what_is_too_much_and_stalls_nobody() -> None:
     fault = Fault(Kind.SLOW_WRITE)
     store.faults.append(fault)
     driver = StreamDriver(model_of("llama"), store)
-    driver.streamer.mover._dumper._max_waiting_bytes = limit = 3 * driver.streamer.catalogue.groups[0].item_bytes
+    driver.streamer.mover._dumper._max_waiting_bytes = limit = 3 * driver.streamer.catalogue.groups[0].nbytes(16)
     for seed in range(4):
         serve(driver, str(seed), seed)
         assert driver.stats.dump_bytes_waiting <= limit
@@ -258,7 +258,7 @@ def test_close_writes_what_is_on_its_way() -> None:
     threading.Timer(0.1, fault.release.set).start()
     driver.close(clean=False)
     check_same(kept, filled("llama", STORED))
-    assert len(contents(kept)) == driver.stats.dumped == 3
+    assert len(contents(kept)) == driver.stats.dumped == 4
 
 
 def test_close_leaves_no_draft_of_a_step_that_never_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_beginning_a_step_twice_loses_no_dump(monkeypatch: pytest.MonkeyPatch) -
         if store is twice:
             check_same(twice, once)
             assert contents(twice).keys() == contents(once).keys()
-            assert len(contents(twice)) == driver.stats.dumped == 4
+            assert len(contents(twice)) == driver.stats.dumped == 8
         driver.runner.close()
 
 

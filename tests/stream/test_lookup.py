@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from hybridkv.cache import Role
 from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.store import MemoryStore, ObjectName
+from hybridkv.stream import BlockKeys
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.lookup import last_stored
+from hybridkv.stream.form import Run
+from hybridkv.stream.lookup import Prompt, last_stored
 from tests.engine.zoo import prompt
 from tests.stream.drive import StreamDriver, model_of, plain_store
 from tests.stream.test_faults import MIXED
@@ -38,52 +41,84 @@ def catalogue_of(family: str) -> Catalogue:
     return driver.streamer.catalogue
 
 
-def keys(num_blocks: int) -> list[bytes]:
-    driver = StreamDriver(model_of("llama"), plain_store())
-    driver.close()
-    return list(driver.streamer.finder.block_keys(lookup_key().root).first(num_blocks, pack_tokens(TOKENS)))
+def keys_of(catalogue: Catalogue) -> dict[int, bytes]:
+    """By position."""
+    return BlockKeys(lookup_key().root, catalogue.block_tokens).at(range(1, len(TOKENS) + 1), pack_tokens(TOKENS))
 
 
-def needed(catalogue: Catalogue, chain: Sequence[bytes], start: int, end: int) -> set[ObjectName]:
+def needed(catalogue: Catalogue, keys: dict[int, bytes], start: int, end: int, matched: int = 0) -> set[ObjectName]:
     """By the rule, word by word: every stretch that is seen from `end`, and the states at `end`."""
-    names = {catalogue.name(group, chain[end // SIZE - 1]) for group in catalogue.state_groups}
+    names = {catalogue.name(group, keys[end]) for group in catalogue.state_groups}
     stretch_tokens = catalogue.stretch_blocks * SIZE
     for group in catalogue.token_groups:
-        seen = range(max(start, group.cache.sight.first_visible(end)) // SIZE, end // SIZE)
-        for block in seen:
-            span_end = min((block * SIZE // stretch_tokens + 1) * stretch_tokens, end)
-            names.add(catalogue.name(group, chain[span_end // SIZE - 1]))
+        first = max(start, matched) if group.role is Role.FULL else start
+        for position in range(max(first, group.sight.first_visible(end)), end):
+            span_end = min((position // stretch_tokens + 1) * stretch_tokens, end)
+            names.add(catalogue.name(group, keys[span_end]))
     return names
+
+
+def last(store: Counted, catalogue: Catalogue, keys: dict[int, bytes], start: int, matched: int = 0) -> int:
+    prompt = Prompt(lambda ends: {end: keys[end] for end in ends}, start, len(TOKENS), matched)
+    return last_stored(store, catalogue, prompt)
 
 
 @pytest.mark.parametrize("family", MIXED)
 def test_it_finds_the_largest_position_that_every_group_can_supply(family: str) -> None:
-    catalogue, chain = catalogue_of(family), keys(25)
+    """Prompts end at blocks, replies at any token."""
+    catalogue = catalogue_of(family)
+    keys = keys_of(catalogue)
     chance = random.Random(family)
-    ends = range(SIZE, 25 * SIZE + 1, SIZE)
-    found_something = 0
+    found_something = found_inside = 0
     for _ in range(300):
         store = Counted()
         density = chance.choice([0.5, 0.9, 0.97])
-        every = {catalogue.name(group, key) for group in catalogue.groups for key in chain}
+        ends = [*range(SIZE, 401, SIZE), *chance.sample(range(17, 400), 6)]
+        every = {catalogue.name(group, keys[end]) for group in catalogue.groups for end in ends}
         store.names = {name for name in sorted(every) if chance.random() < density}
         start = chance.choice([0, 0, 16, 37, 64, 100, 128])
+        matched = chance.choice([0, 0, start, start // SIZE * SIZE + 48])
         best = max(
-            (e for e in ends if e // SIZE > start // SIZE and needed(catalogue, chain, start, e) <= store.names),
+            (
+                e
+                for e in ends
+                if e // SIZE > start // SIZE and needed(catalogue, keys, start, e, matched) <= store.names
+            ),
             default=start,
         )
-        assert last_stored(store, catalogue, chain, start) == best
+        assert last(store, catalogue, keys, start, matched) == best
         found_something += best > start
+        found_inside += best > start and best % SIZE > 0
     assert found_something > 20
+    assert found_inside > 5
 
 
 @pytest.mark.parametrize("family", MIXED)
 def test_it_asks_a_few_times_however_long_the_prompt(family: str) -> None:
-    catalogue, chain = catalogue_of(family), keys(25)
+    catalogue = catalogue_of(family)
+    keys = keys_of(catalogue)
     store = Counted()
-    store.names = needed(catalogue, chain, 0, 400)
-    assert last_stored(store, catalogue, chain, 0) == 400
+    store.names = needed(catalogue, keys, 0, 400)
+    assert last(store, catalogue, keys, 0) == 400
     assert store.asked <= 3
     store.asked, store.names = 0, set()
-    assert last_stored(store, catalogue, chain, 0) == 0
+    assert last(store, catalogue, keys, 0) == 0
     assert store.asked <= 2
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("end", [400, 395])
+def test_objects_of_other_tensor_parallel_sizes_count_if_all_slices_are_there(family: str, end: int) -> None:
+    catalogue = catalogue_of(family)
+    keys = keys_of(catalogue)
+    group = max(catalogue.groups, key=lambda one: one.slices)
+    store = Counted()
+    own = needed(catalogue, keys, 0, end)
+    store.names = {name for name in own if name.group != group.name}
+    halves = {catalogue.name(group, bytes.fromhex(name.key), Run(n, 2)) for name in own - store.names for n in range(2)}
+    store.names |= halves
+    assert last(store, catalogue, keys, 0) == end
+    for lost in halves:
+        store.names.remove(lost)
+        assert last(store, catalogue, keys, 0) < end
+        store.names.add(lost)

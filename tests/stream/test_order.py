@@ -97,7 +97,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 def first_layers(driver: StreamDriver) -> dict[tuple[str, int], int]:
-    return {(g.name, i): row.first_layer for g in driver.streamer.catalogue.groups for i, row in enumerate(g.rows)}
+    return {(g.name, c.first): c.row.first_layer for g in driver.streamer.catalogue.groups for c in g.chunks}
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -112,7 +112,7 @@ def test_rows_are_requested_in_layer_order_and_what_gates_comes_first(family: st
     assert asked == rows_in_order(driver)
     layers = first_layers(driver)
     gates = [Role.STATE, Role.LOCAL, Role.FULL]
-    roles = {group.name: gates.index(group.cache.role) for group in driver.streamer.catalogue.groups}
+    roles = {group.name: gates.index(group.role) for group in driver.streamer.catalogue.groups}
     needed = [(layers[row], roles[row[0]]) for row in store.read]
     assert needed == sorted(needed), "a later layer's row, or full attention, before what is needed first"
     driver.close()
@@ -158,7 +158,7 @@ def check_waits(family: str, row: tuple[str, int], needed_at: int) -> None:
 def test_rows_are_dumped_once_after_their_last_layer_while_others_compute(family: str) -> None:
     store = Diary(plain_store())
     driver = StreamDriver(model_of(family), store)
-    last = {(g.name, i): row.last_layer for g in driver.streamer.catalogue.groups for i, row in enumerate(g.rows)}
+    last = {(g.name, c.first): c.row.last_layer for g in driver.streamer.catalogue.groups for c in g.chunks}
     watch = Watch(driver)
     seen: list[int] = []
 

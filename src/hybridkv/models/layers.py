@@ -98,10 +98,9 @@ def delta_rule(
     cfg: Config, layer: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int
 ) -> tuple[LayerSpec, ...]:
     """Convolved queries, keys and values; one key_dim x value_dim matrix a value head."""
-    cfg.even(key_heads, "linear key heads")
+    keys = cfg.even(key_heads, "linear key heads").of_units(key_dim)
     heads = cfg.even(value_heads, "linear value heads")
-    keys = cfg.even(key_heads * key_dim, "linear key channels")
-    values = cfg.even(value_heads * value_dim, "linear value channels")
+    values = heads.of_units(value_dim)
     recurrent = Part("recurrent", (heads,), (key_dim, value_dim), cfg.state_dtype)
     return (LinearState(layer, (conv_part(cfg, (keys, keys, values), kernel), recurrent)),)
 
@@ -124,10 +123,10 @@ def mamba2(
     """Convolved inputs, B and C (shared by the heads of a group); one head_dim x state matrix a head."""
     if heads % groups:
         raise ConfigError(f"config of {cfg.name}: {heads} state-space heads cannot share {groups} groups evenly")
-    inputs = cfg.even(heads * head_dim, "state-space channels")
-    group = cfg.replicated(groups, "state-space groups")
-    shared = Split(groups * state, group.start * state, group.count * state)
-    recurrent = Part("recurrent", (cfg.even(heads, "state-space heads"),), (head_dim, state), cfg.state_dtype)
+    split = cfg.even(heads, "state-space heads")
+    inputs = split.of_units(head_dim)
+    shared = cfg.replicated(groups, "state-space groups").of_units(state)
+    recurrent = Part("recurrent", (split,), (head_dim, state), cfg.state_dtype)
     return (LinearState(layer, (conv_part(cfg, (inputs, shared, shared), kernel), recurrent)),)
 
 

@@ -3,39 +3,35 @@
 Blocks of a token group are stored in stretches of `STRETCH_TOKENS`, one object each. An object is named by the tokens
 before its end, so a partial stretch has a name of its own. Each state is an object:
 
-    tokens    0          256         512     688
-    full      │ stretch  │ stretch   │ part  │        objects at 256, 512, 688
+    tokens    0          256         512     695
+    full      │ stretch  │ stretch   │ part  │        objects at 256, 512, 695
     window         ...│  │ stretch   │ part  │        only blocks visible from the end: a stretch, or less
-    state                  ■ 448             ■        at 448, 688: where a request may resume
+    state                  ■ 448             ■        at 448, 695: where a request may resume
 
 A request may resume at a position only if every group has an object that ends there, and all earlier stretches that
-are visible from there. Object rows are those of the plan, without their offsets in pages: a restart with another memory
-size finds its objects.
+are visible from there. `form` says what the objects contain.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from hybridkv.cache import CacheGroup, CacheLayout, Role
+from hybridkv.cache import CacheLayout, Role
 from hybridkv.cache.retention.policy import affordable_grid
-from hybridkv.plan import GroupPlan, Plan
-from hybridkv.plan import Row as PlanRow
-from hybridkv.spec import HiddenTap
+from hybridkv.plan import Plan
 from hybridkv.store import ObjectName
+from hybridkv.stream.form import Run, StoredGroup, StoredLayer, stored_groups, tap_groups
 
-FORMAT = 1
+FORMAT = 2
 STRETCH_TOKENS = 256
-_RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
-"""Read order of rows that are needed at the same layer."""
 
 
 class Stretch(NamedTuple):
-    """Block range of one object: from `first` up to, not including, `last`. The object ends where the range ends."""
+    """Block range of one object: from `first` up to, not including, `last`. The last block may be a partial one."""
 
     first: int
     last: int
@@ -43,35 +39,6 @@ class Stretch(NamedTuple):
     @property
     def num_blocks(self) -> int:
         return self.last - self.first
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """A cache group whose blocks or states are stored."""
-
-    plan: GroupPlan
-    cache: CacheGroup
-
-    @property
-    def name(self) -> str:
-        return self.cache.name
-
-    @property
-    def rows(self) -> tuple[PlanRow, ...]:
-        return self.plan.rows
-
-    @property
-    def is_state(self) -> bool:
-        return self.cache.role is Role.STATE
-
-    @property
-    def rank(self) -> int:
-        return _RANKS[self.cache.role]
-
-    @property
-    def item_bytes(self) -> int:
-        """Size of one block, or of one state."""
-        return sum(row.nbytes for row in self.rows)
 
 
 class Catalogue:
@@ -83,22 +50,23 @@ class Catalogue:
         self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
         self.grid_tokens = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
         """Distance between stored grid states, in tokens."""
-        cached = {group.name: group for group in (*layout.token_groups, *layout.state_groups)}
-        kept = [StoredGroup(group, cached[group.name]) for group in plan.groups if group.name in cached]
-        self.tap_groups = _tap_groups(plan, layout)
+        groups = stored_groups(plan)
+        self.tap_groups = tap_groups(plan)
         """Hidden states, by layer: stored and loaded only for requests that use them, with their tokens."""
-        self.token_groups = [group for group in kept if not group.is_state]
-        self.state_groups = [group for group in kept if group.is_state]
-        self.is_plain = all(group.cache.role is Role.FULL for group in kept)
+        self.token_groups = [group for group in groups if not group.is_state]
+        self.state_groups = [group for group in groups if group.is_state]
+        self.is_plain = all(group.role is Role.FULL for group in groups)
         """Only full attention: requests can resume at the end of every stretch."""
-        self.namespace = self._digest(plan, identity)
+        described = json.dumps(self._description(plan, identity), sort_keys=True, separators=(",", ":"))
+        self.namespace = blake2b(described.encode(), digest_size=16).hexdigest()
         self.description = {
             "model": plan.model.name,
             "type": plan.model.model_type,
             "weights": identity,
             "groups": ", ".join(group.name for group in self.groups),
+            "layout": described,
         }
-        """Shown by `hybridkv store` commands."""
+        """Shown by `hybridkv store` commands. The namespace is the digest of `layout`."""
 
     @property
     def groups(self) -> list[StoredGroup]:
@@ -108,20 +76,27 @@ class Catalogue:
         """The token groups of a request, and those taps that are among `names`."""
         return [*self.token_groups, *(group for name, group in self.tap_groups.items() if name in names)]
 
-    def name(self, group: StoredGroup, key: bytes) -> ObjectName:
-        return ObjectName(self.namespace, group.name, key.hex())
+    def name(self, group: StoredGroup, key: bytes, run: Run | None = None) -> ObjectName:
+        """The object that holds `run`; by default this rank's."""
+        return ObjectName(self.namespace, (run or group.run).of_group(group.name), key.hex())
+
+    # --- positions ----------------------------------------------------------------------------------------------------
 
     def stretch(self, group: StoredGroup, end: int) -> Stretch:
         """Blocks of a token group's object that ends at `end`. The range may be empty."""
         last = -(-end // self.block_tokens)
         first = (last - 1) // self.stretch_blocks * self.stretch_blocks
-        return Stretch(max(first, group.cache.sight.first_visible_block(end, self.block_tokens)), last)
+        return Stretch(max(first, group.sight.first_visible_block(end, self.block_tokens)), last)
+
+    def num_tokens(self, group: StoredGroup, end: int) -> int:
+        """Tokens of the object that ends at `end`; 1 for a state."""
+        return 1 if group.is_state else max(0, end - self.stretch(group, end).first * self.block_tokens)
 
     def ends(self, group: StoredGroup, start: int, end: int) -> list[int]:
         """Ends of the objects of a token group that a request at `start` needs to resume at `end`."""
-        first = max(start, group.cache.sight.first_visible(end))
+        first = max(start, group.sight.first_visible(end))
         ends = [e for e in self.stretch_ends(first, end) if e < end]
-        return [e for e in (*ends, end) if self.stretch(group, e).num_blocks]
+        return [e for e in (*ends, end) if e > start and self.num_tokens(group, e)]
 
     def stretch_ends(self, start: int, end: int) -> Iterator[int]:
         """Ends of full stretches after `start`, up to and including `end`."""
@@ -138,46 +113,37 @@ class Catalogue:
         """
         return {end}.union(*(self.ends(group, start, end) for group in self.needed(names)))
 
-    def row_bytes(self, group: StoredGroup, end: int) -> list[int]:
-        """Size of each row of the object that ends at `end`."""
-        count = 1 if group.is_state else self.stretch(group, end).num_blocks
-        return [row.nbytes * count for row in group.rows]
-
     def load_bytes(self, start: int, end: int, taps: Collection[str] = ()) -> int:
         """Bytes that are read for a request at `start` that will resume at `end`."""
-        tokens = sum(sum(self.row_bytes(group, e)) for group in self.needed(taps) for e in self.ends(group, start, end))
-        return tokens + sum(group.item_bytes for group in self.state_groups)
+        needed = [(group, e) for group in self.needed(taps) for e in self.ends(group, start, end)]
+        needed += [(group, end) for group in self.state_groups]
+        return sum(group.nbytes(self.num_tokens(group, e)) for group, e in needed)
 
-    def _digest(self, plan: Plan, identity: str) -> str:
-        """Digest of everything that changes the bytes of all objects. It excludes the arena's layout."""
-        facts = {
+    # --- description --------------------------------------------------------------------------------------------------
+
+    def _description(self, plan: Plan, identity: str) -> dict[str, Any]:
+        """Everything that changes the bytes of objects, but for their tokens. No plan, no rank, no memory size."""
+        model = plan.model
+        return {
             "format": FORMAT,
-            "type": plan.model.model_type,
+            "type": model.model_type,
             "weights": identity,
-            "tp": [plan.model.tp, plan.model.rank],
-            "blocks": [self.block_tokens, self.stretch_blocks],
-            "groups": {group.name: [_canonical(row) for row in group.rows] for group in self.groups},
+            "block_tokens": self.block_tokens,
+            "stretch_tokens": self.stretch_blocks * self.block_tokens,
+            "groups": {group.name: _description_of(group) for group in self.groups},
+            "hidden": [model.hidden_size, model.dtype.value],
         }
-        return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _tap_groups(plan: Plan, layout: CacheLayout) -> dict[str, StoredGroup]:
-    """A stored group for each tapped layer: the plan has one for all."""
-    planned = next((group for group in plan.groups if isinstance(group.specs[0], HiddenTap)), None)
-    if planned is None:
-        return {}
-    found = {}
-    for group, spec, view in zip(layout.tap_groups, planned.specs, planned.rows[0].views, strict=True):
-        row = replace(planned.rows[0], layers=(spec.layer,), views=(view,))
-        alone = replace(planned, specs=(spec,), layout=replace(planned.layout, rows=(row,)))
-        found[group.name] = StoredGroup(alone, group)
-    return found
-
-
-def _canonical(row: PlanRow) -> list[object]:
-    """A row without its offset in a page."""
-    views = [
-        [view.layer, view.part, view.dtype.value, view.offset_bytes - row.offset_bytes, view.shape, view.strides_bytes]
-        for view in row.views
+def _description_of(group: StoredGroup) -> dict[str, Any]:
+    seen = {"window": group.sight.window, "chunk": group.sight.chunk}
+    rows = [
+        {"layers": [layer.layer for layer in layers], "parts": parts}
+        for parts, layers in groupby(group.layers, key=_parts_of)
     ]
-    return [row.layers, row.nbytes, views]
+    return {"role": group.role.value, "slices": group.slices, **{k: v for k, v in seen.items() if v}, "rows": rows}
+
+
+def _parts_of(layer: StoredLayer) -> Sequence[Any]:
+    """Name, dtype, length of the run that is cut, and the sizes of one of its elements."""
+    return [[part.name, part.dtype.value, run.total, list(part.inner)] for part, run in layer.parts]

@@ -1,4 +1,4 @@
-"""Dumping: rows are copied from their pages when their last layer has run, and written by other threads.
+"""Dumping: chunks are copied from their pages when their last layer has run, and written by other threads.
 
 An object becomes visible only when the step that computed its last row has been committed. The bytes that wait to be
 written are bounded: beyond the bound objects are dropped and counted. No step ever waits for a store.
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hybridkv.store import ObjectName, Store, StoreError, Writer
-from hybridkv.stream.catalogue import StoredGroup
-from hybridkv.stream.row_io import Copy, PageBytes
+from hybridkv.stream.form import Chunk, StoredGroup
+from hybridkv.stream.row_io import Copy, PageBytes, Span
 from hybridkv.stream.stats import StreamStats
 from hybridkv.workers import Workers
 
@@ -31,16 +31,16 @@ class Outgoing:
     """One object that is being written: its rows, then the decision to publish it, one action after the other."""
 
     def __init__(
-        self, name: ObjectName, group: StoredGroup, pages: Sequence[Sequence[int]], *, position: int, num_tokens: int
+        self, name: ObjectName, group: StoredGroup, spans: Sequence[Span], *, position: int, num_tokens: int
     ) -> None:
-        """`pages`: by row. `num_tokens`: number of tokens that a load of this object saves computing."""
+        """`spans`: the pages of each chunk. `num_tokens`: tokens that need not be computed if the object is loaded."""
         self.name = name
         self.group = group
-        self.pages = pages
+        self.spans = spans
         self.position = position
-        self.row_bytes = [row.nbytes * len(parts) for row, parts in zip(group.rows, pages, strict=True)]
+        self.row_bytes = group.row_bytes(spans[0].num_tokens)
         self.num_bytes = sum(self.row_bytes)
-        self.value = num_tokens / self.num_bytes
+        self.value = num_tokens / (self.num_bytes * group.run.total)
         self.writer: Writer | None = None
         self.is_begun = False
         self.is_judged = False
@@ -92,14 +92,15 @@ class Dumper:
             self._stats.dump_bytes_waiting += outgoing.num_bytes
         return True
 
-    def row(self, outgoing: Outgoing, number: int) -> None:
-        """Copy a row out of its pages. Call when its last layer has run."""
+    def chunk(self, outgoing: Outgoing, number: int) -> None:
+        """Copy a chunk out of its pages. Call when its last layer has run."""
+        chunk, span = outgoing.group.chunks[number], outgoing.spans[number]
         try:
-            copy = self._pages.copy_out(outgoing.group.plan, outgoing.group.rows[number], outgoing.pages[number])
+            copy = self._pages.copy_out(chunk, span)
         except (MemoryError, RuntimeError):  # no memory for a copy: the step continues, the object is lost
             outgoing.failed = True
             return
-        self._do(outgoing, lambda: self._write(outgoing, number, copy))
+        self._do(outgoing, lambda: self._write(outgoing, chunk, copy))
 
     def judge(self, outgoing: Outgoing, counts: bool) -> None:
         """The step has ended: publish the object once its rows are written, or discard it if it does not count."""
@@ -137,7 +138,7 @@ class Dumper:
 
     # --- on the writing threads ---------------------------------------------------------------------------------------
 
-    def _write(self, outgoing: Outgoing, number: int, copy: Copy) -> None:
+    def _write(self, outgoing: Outgoing, chunk: Chunk, copy: Copy) -> None:
         def write() -> None:
             copy.wait()
             if not outgoing.is_begun:
@@ -146,7 +147,8 @@ class Dumper:
                     outgoing.name, outgoing.row_bytes, value=outgoing.value, position=outgoing.position
                 )
             if outgoing.writer is not None:
-                outgoing.writer.write(number, [copy.data])
+                for number, place in chunk.pieces(outgoing.spans[0].num_tokens):
+                    outgoing.writer.write(number, [copy.data[place]])
 
         if not outgoing.failed:
             self._try(outgoing, write)

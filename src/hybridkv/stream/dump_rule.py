@@ -10,7 +10,7 @@ from hybridkv.stream.requests import Progress
 
 
 class DumpPoint(NamedTuple):
-    """A block boundary at which objects end."""
+    """A position at which objects end: a block boundary, or the end of a reply."""
 
     end: int
     resumes: bool
@@ -35,9 +35,8 @@ class DumpRule:
         return [DumpPoint(end, end in points) for end in sorted(ends)]
 
     def of_reply(self, num_tokens: int) -> list[DumpPoint]:
-        """The last full block of a complete reply, on models that can resume at every block."""
-        end = num_tokens // self._catalogue.block_tokens * self._catalogue.block_tokens
-        return [DumpPoint(end, True)] if end and not self._catalogue.state_groups else []
+        """The end of a complete reply, to the token: the next turn resumes there."""
+        return [DumpPoint(num_tokens, True)] if num_tokens >= self._catalogue.block_tokens else []
 
     def _resume_points(self, progress: Progress) -> set[int]:
         """Positions where requests may resume: ends of prompts, breakpoints, branches, grid checkpoints.

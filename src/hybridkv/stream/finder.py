@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from hybridkv.store import ObjectName, Store
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.keys import BlockKeys
-from hybridkv.stream.lookup import last_stored
+from hybridkv.stream.lookup import Prompt, last_stored
 from hybridkv.stream.stats import StreamStats
 from hybridkv.workers import Workers
 
@@ -86,10 +86,12 @@ class Finder:
     def block_keys(self, root_key: bytes) -> BlockKeys:
         return BlockKeys(root_key, self.catalogue.block_tokens)
 
-    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int, taps: Collection[str] = ()) -> Fetch | None:
+    def find(
+        self, keys: BlockKeys, tokens: bytes, start: int, limit: int, *, matched: int = 0, taps: Collection[str] = ()
+    ) -> Fetch | None:
         """Look up a prompt after `start`, up to `limit`. None: no full block to gain, or `is_blocked`.
 
-        `taps`: groups of tapped layers that it needs, too.
+        `matched`: memory has its full-attention KV up to here. `taps`: groups of tapped layers that it needs, too.
         """
         size = self.catalogue.block_tokens
         if limit // size <= start // size:
@@ -98,9 +100,8 @@ class Finder:
             self._stats.skipped_lookups += 1
             return None
         self._stats.lookups += 1
-        found = self._workers.submit(
-            lambda: last_stored(self._store, self.catalogue, keys.first(limit // size, tokens), start, taps)
-        )
+        prompt = Prompt(lambda ends: keys.at(ends, tokens), start, limit, matched, taps)
+        found = self._workers.submit(lambda: last_stored(self._store, self.catalogue, prompt))
         found.add_done_callback(lambda _: self._on_answer())
         fetch = Fetch(start, found, self._clock() + self._timeout_s, self._clock)
         self._asked.append(fetch)

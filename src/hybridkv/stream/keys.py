@@ -1,21 +1,23 @@
-"""Keys of a request's blocks, which name stored objects. Computed on first use."""
+"""Keys of a request's positions, which name stored objects. Computed on first use."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 from hybridkv.cache.tokens import TOKEN_BYTES, anchor_block, block_keys
 
 
 class BlockKeys:
-    """Keys of one request's blocks. A key covers all tokens before its block's end, and the root key (the salt ...).
+    """Keys of one request. A key covers all tokens before its position, and the root key (the salt ...).
 
     Thread-safe.
     """
 
     def __init__(self, root_key: bytes, block_tokens: int) -> None:
         self._root_key = root_key
+        self._block_tokens = block_tokens
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._keys: list[bytes] = []
         self._lock = threading.Lock()
@@ -30,7 +32,13 @@ class BlockKeys:
             return self._keys[:num_blocks]
 
     def at(self, ends: Iterable[int], tokens: bytes | bytearray) -> dict[int, bytes]:
-        """Keys of the blocks that end at these positions, by position."""
-        size, wanted = self._block_bytes // TOKEN_BYTES, list(ends)
+        """Keys of these positions, which may lie inside blocks."""
+        size, wanted = self._block_tokens, list(ends)
         keys = self.first(max(wanted, default=0) // size, tokens)
-        return {end: keys[end // size - 1] for end in wanted}
+        return {end: self._inside(end, keys, tokens) if end % size else keys[end // size - 1] for end in wanted}
+
+    def _inside(self, end: int, keys: Sequence[bytes], tokens: bytes | bytearray) -> bytes:
+        """The key of a position inside a block: what `block_keys` would make of a shorter last block."""
+        start = anchor_block(end // self._block_tokens)
+        anchor = keys[start - 1] if start else self._root_key
+        return sha256(anchor + tokens[start * self._block_bytes : end * TOKEN_BYTES]).digest()

@@ -16,75 +16,123 @@ from typing import NamedTuple
 
 from hybridkv.cache import Role
 from hybridkv.errors import StoreError
-from hybridkv.plan import Row
-from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
-from hybridkv.stream.catalogue import Catalogue, StoredGroup
+from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, StoreFault
+from hybridkv.stream.catalogue import Catalogue, Stretch
+from hybridkv.stream.form import Chunk, Run, StoredGroup
 from hybridkv.stream.requests import PageRequest
-from hybridkv.stream.row_io import PageBytes
+from hybridkv.stream.row_io import PageBytes, Span
 from hybridkv.workers import Workers
 
 _ALL_LAYERS = 1 << 30
 
 
 class _Source:
-    """An object that rows are read from. The first read opens it."""
+    """The objects that hold what this rank needs of one group at one position. The first read opens them.
+
+    The slices may have been divided among more writers or fewer than there are readers now: `ways`.
+    """
 
     def __init__(self, store: Store, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int) -> None:
-        self.name = catalogue.name(group, key)
         self.group = group
+        self.num_tokens = catalogue.num_tokens(group, end)
+        self.names: list[ObjectName] = []
+        """Objects that were opened."""
         self._store = store
-        self._row_bytes = catalogue.row_bytes(group, end)
+        self._ways = [[(run, catalogue.name(group, key, run)) for run in way] for way in group.ways]
+        self._held = group.run.slices(group.slices)
         self._lock = threading.Lock()
-        self._reader: Reader | None = None
+        self._readers: list[tuple[Run, Reader]] = []
         self._error: Exception | None = None
         """Error of the first open. Later rows raise it too; a second open of a deleted corrupt object would differ."""
 
-    def read(self, row: int, buffers: Sequence[memoryview]) -> None:
+    def read(self, chunk: Chunk, staged: memoryview) -> None:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._reader is None:
+            if not self._readers:
                 try:
-                    self._reader = self._open()
+                    self._readers = self._open()
                 except Exception as error:
                     self._error = error
                     raise
-            reader = self._reader
-        reader.read(row, buffers)
+            readers = self._readers
+        for run, reader in readers:
+            for number, place in chunk.pieces(self.num_tokens):
+                self._read_row(reader, run.slices(self.group.slices), number, staged[place])
+
+    def _read_row(self, reader: Reader, theirs: range, number: int, mine: memoryview) -> None:
+        """Read one row, which has the slices `theirs`. A row is verified whole, so it is read whole."""
+        size = len(mine) // len(self._held)
+        first = theirs.start - self._held.start
+        if first >= 0 and len(theirs) <= len(self._held):
+            reader.read(number, [mine[first * size : (first + len(theirs)) * size]])
+        else:
+            whole = memoryview(bytearray(len(theirs) * size))
+            reader.read(number, [whole])
+            mine[:] = whole[-first * size : -first * size + len(mine)]
 
     def close(self) -> None:
         """Call after the last read."""
         with self._lock:
-            reader, self._reader = self._reader, None
-        if reader is not None:
-            with suppress(StoreError, OSError):
-                reader.close()
+            readers, self._readers = self._readers, []
+            self._error = self._error or RuntimeError("closed")
+        _close(readers)
 
-    def _open(self) -> Reader:
-        reader = self._store.open(self.name)
+    def _open(self) -> list[tuple[Run, Reader]]:
+        """Open the objects of the first way that is there."""
+        missing: MissingObject | None = None
+        for way in self._ways:
+            needed = [(run, name) for run, name in way if _overlap(run.slices(self.group.slices), self._held)]
+            readers: list[tuple[Run, Reader]] = []
+            try:
+                for run, name in needed:
+                    readers.append((run, self._open_one(run, name)))
+            except MissingObject as error:
+                _close(readers)
+                missing = missing or error
+            except BaseException:
+                _close(readers)
+                raise
+            else:
+                self.names = [name for _, name in needed]
+                return readers
+        assert missing is not None
+        raise missing
+
+    def _open_one(self, run: Run, name: ObjectName) -> Reader:
+        reader, expected = self._store.open(name), self.group.row_bytes(self.num_tokens, run)
         found = [row.nbytes for row in reader.header.rows]
-        if found != self._row_bytes:
+        if found != expected:
             reader.close()
-            self._store.delete([self.name])  # while it exists, a correct one cannot be written
-            raise CorruptObject(f"{self.name}: rows of {found[:3]}... bytes instead of {self._row_bytes[:3]}...")
+            self._store.delete([name])  # while it exists, a correct one cannot be written
+            raise CorruptObject(f"{name}: rows of {found[:3]}... bytes instead of {expected[:3]}...")
         return reader
 
 
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _close(readers: Sequence[tuple[Run, Reader]]) -> None:
+    for _, reader in readers:
+        with suppress(StoreError, OSError):
+            reader.close()
+
+
 class _Task(NamedTuple):
-    """One row of one object, and the pages that its parts go to."""
+    """One chunk of a group at one position, and the pages that it goes to."""
 
     source: _Source
-    number: int
-    row: Row
-    pages: list[int | None]
+    chunk: Chunk
+    span: Span
     start: int
     """First token that is lost if the read fails."""
     end: int
 
     @property
     def needed_at(self) -> int:
-        """The layer that waits for the row. None waits for hidden states."""
-        return _ALL_LAYERS if self.source.group.cache.role is Role.TAP else self.row.first_layer
+        """The layer that waits for the chunk. None waits for hidden states."""
+        return _ALL_LAYERS if self.source.group.role is Role.TAP else self.chunk.row.first_layer
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -132,7 +180,11 @@ class Load:
         self._left = Counter(task.needed_at for task in self._waiting)
         """Number of rows that are not loaded yet, by the layer that waits for them."""
         self._sources = list(dict.fromkeys(task.source for task in self._waiting))
-        self.names = [source.name for source in self._sources]
+
+    @property
+    def names(self) -> list[ObjectName]:
+        """Objects that were read, in the order in which they are needed."""
+        return [name for source in self._sources for name in source.names]
 
     @property
     def is_over(self) -> bool:
@@ -214,8 +266,8 @@ class Load:
         self._read_over(task, on_over)
 
     def _read(self, task: _Task) -> None:
-        staged = self._pages.stage(task.row, len(task.pages))
-        task.source.read(task.number, [staged])
+        staged = self._pages.stage(task.chunk.nbytes(task.source.num_tokens))
+        task.source.read(task.chunk, staged)
         with self._changed:
             self.num_bytes += len(staged)
             if self._is_given_up:
@@ -223,7 +275,7 @@ class Load:
             self._num_copying += 1
         try:
             self._ordered()
-            self._pages.copy_in(task.source.group.plan, task.row, task.pages, staged)
+            self._pages.copy_in(task.chunk, task.span, staged)
         finally:
             with self._changed:
                 self._num_copying -= 1
@@ -258,15 +310,28 @@ def _tasks(store: Store, catalogue: Catalogue, request: PageRequest, keys: Mappi
     tasks: list[_Task] = []
     start, end, size = request.start, request.end, catalogue.block_tokens
     for group in catalogue.needed(request.blocks):
-        table, first_seen = request.blocks[group.name], group.cache.sight.first_visible_block(end, size)
         for e in catalogue.ends(group, start, end):
-            source = _Source(store, catalogue, group, keys[e], e)
             stretch = catalogue.stretch(group, e)
-            first = max(start // size, first_seen)
-            pages = [table[block] if block >= first else None for block in range(stretch.first, stretch.last)]
-            tasks += [_Task(source, i, row, pages, stretch.first * size, e) for i, row in enumerate(group.rows)]
+            source = _Source(store, catalogue, group, keys[e], e)
+            for chunk in group.chunks:
+                pages = _pages_to_fill(request, chunk.table, stretch, group.sight.first_visible_block(end, size), size)
+                if any(page is not None for page in pages):
+                    span = Span(pages, source.num_tokens, size)
+                    tasks.append(_Task(source, chunk, span, stretch.first * size, e))
     for group in catalogue.state_groups:
         source = _Source(store, catalogue, group, keys[end], end)
-        state = request.states[group.name][end]
-        tasks += [_Task(source, i, row, [state[row.page]], start, end) for i, row in enumerate(group.rows)]
+        for chunk in group.chunks:
+            page = request.states[chunk.table][end][chunk.row.page]
+            tasks.append(_Task(source, chunk, Span([page], 1, 1), start, end))
     return tasks
+
+
+def _pages_to_fill(
+    request: PageRequest, table: str, stretch: Stretch, first_visible: int, block_tokens: int
+) -> list[int | None]:
+    """The pages of a stretch; None for blocks that the request has already or does not see."""
+    first, filled = max(request.start // block_tokens, first_visible), request.filled.get(table, ())
+    return [
+        request.blocks[table][block] if block >= first and block not in filled else None
+        for block in range(stretch.first, stretch.last)
+    ]

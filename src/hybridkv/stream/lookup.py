@@ -2,79 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from hybridkv.cache import Role
-from hybridkv.store import ObjectName, Store
-from hybridkv.stream.catalogue import Catalogue, StoredGroup
+from hybridkv.store import Store
+from hybridkv.stream.catalogue import Catalogue
+from hybridkv.stream.form import StoredGroup
 
+_EXACT_TOKENS = 512
+"""Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
 _BATCH = 64
-"""Positions per lookup."""
+"""Block ends per lookup."""
+
+KeysAt = Callable[[Iterable[int]], Mapping[int, bytes]]
 
 
-def last_stored(
-    store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int, taps: Collection[str] = ()
-) -> int:
-    """The last position after `start` that the store can supply; `start` if there is none.
+class Prompt(NamedTuple):
+    """What is looked up."""
 
-    `keys`: of the prompt's full blocks, up to the last position at which it may resume. `taps`: groups of tapped layers
-    that it needs, too. The call makes a few round
-    trips and blocks on the store: do not call it on the engine thread.
+    keys_at: KeysAt
+    start: int
+    """Where it resumes without a store."""
+    limit: int
+    """The last position at which it may resume."""
+    matched: int = 0
+    """Memory has its full-attention KV up to here: blocks before that need not be stored."""
+    taps: Collection[str] = ()
+    """Groups of tapped layers that it needs, too."""
+
+
+def last_stored(store: Store, catalogue: Catalogue, prompt: Prompt) -> int:
+    """The last position after the block of `start` that the store can supply; `start` if there is none.
+
+    The call makes a few round trips and blocks on the store: do not call it on the engine thread.
     """
-    return _Lookup(store, catalogue, keys, start, catalogue.needed(taps)).find()
+    return _Lookup(store, catalogue, prompt).find()
 
 
 class _Lookup:
     """Lookup of one prompt."""
 
-    def __init__(
-        self, store: Store, catalogue: Catalogue, keys: Sequence[bytes], start: int, token_groups: Sequence[StoredGroup]
-    ) -> None:
+    def __init__(self, store: Store, catalogue: Catalogue, prompt: Prompt) -> None:
         self._store = store
         self._catalogue = catalogue
-        self._keys = keys
-        self._start = start
-        self._token_groups = token_groups
+        self._prompt = prompt
+        self._token_groups = catalogue.needed(prompt.taps)
+        self._others = False
+        """Whether engines of other tensor-parallel sizes have stored parts of this prompt."""
 
     def find(self) -> int:
-        size = self._catalogue.block_tokens
-        ends = range(self._reach() // size * size, self._start // size * size, -size)
-        for first in range(0, len(ends), _BATCH):
-            for end in self._gated(ends[first : first + _BATCH]):
+        for ends in self._batches():
+            for end in self._gated(ends):
                 if self._has_all(end):
                     return end
-        return self._start
+        return self._prompt.start
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Positions to look up, the last first."""
+        size, reach = self._catalogue.block_tokens, self._reach()
+        first = (self._prompt.start // size + 1) * size
+        exact = max(first, reach - _EXACT_TOKENS + 1)
+        if reach >= first:
+            yield list(range(reach, exact - 1, -1))
+        ends = iter(range((exact - 1) // size * size, first - 1, -size))
+        while batch := list(islice(ends, _BATCH)):
+            yield batch
 
     def _reach(self) -> int:
         """Upper bound for full attention: all stored full stretches in a row, and part of one more."""
-        catalogue = self._catalogue
-        end = len(self._keys) * catalogue.block_tokens
-        full = [group for group in catalogue.token_groups if group.cache.role is Role.FULL]
+        catalogue, prompt = self._catalogue, self._prompt
+        full = [group for group in catalogue.token_groups if group.role is Role.FULL]
         if not full:
-            return end
-        found = self._lookup(full[0], list(catalogue.stretch_ends(self._start, end)))
-        num_found = found.index(False) if False in found else len(found)
+            return prompt.limit
+        start = self._first_needed(full[0])
+        ends = list(catalogue.stretch_ends(start, prompt.limit))
+        found = self._may_have(full[0], ends)
+        num_found = next((number for number, end in enumerate(ends) if end not in found), len(ends))
         tokens = catalogue.stretch_blocks * catalogue.block_tokens
-        return min(end, (self._start // tokens + num_found + 1) * tokens)
+        return min(prompt.limit, (start // tokens + num_found + 1) * tokens)
 
     def _gated(self, ends: Sequence[int]) -> list[int]:
-        """Positions that one group has. A state group is asked if there is one, since states are the rarest."""
-        gate = next(iter(self._catalogue.state_groups), None)
+        """Positions that one group may have. A state group is asked if there is one, since states are the rarest."""
+        groups = [*self._catalogue.state_groups, *self._token_groups]
+        gate = next((group for group in groups if all(self._needs_end(group, end) for end in ends)), None)
         if gate is None:
-            gate = self._catalogue.token_groups[0]
-            if not all(self._catalogue.stretch(gate, end).num_blocks for end in ends):
-                return list(ends)
-        found = self._lookup(gate, ends)
-        return [end for end, is_there in zip(ends, found, strict=True) if is_there]
+            return list(ends)
+        found = self._may_have(gate, ends)
+        return [end for end in ends if end in found]
+
+    def _needs_end(self, group: StoredGroup, end: int) -> bool:
+        """Whether an object of the group that ends at `end` is needed to resume there."""
+        return end > self._first_needed(group) and self._catalogue.num_tokens(group, end) > 0
+
+    def _may_have(self, group: StoredGroup, ends: Sequence[int]) -> set[int]:
+        """Positions at which the first object of some way to divide the slices exists.
+
+        Other ways than this engine's are looked up at block ends, and everywhere once an object of another was found.
+        """
+        own, *others = (way[0] for way in group.ways)
+        keys, size = self._prompt.keys_at(ends), self._catalogue.block_tokens
+        asked = [(end, run) for end in ends for run in (own, *others) if run is own or self._others or end % size == 0]
+        names = [self._catalogue.name(group, keys[end], run) for end, run in asked]
+        found = (
+            [one for one, is_there in zip(asked, self._store.lookup(names), strict=True) if is_there] if names else []
+        )
+        self._others = self._others or any(run is not own for _, run in found)
+        return {end for end, _ in found}
 
     def _has_all(self, end: int) -> bool:
-        catalogue = self._catalogue
-        names = [self._name(group, e) for group in self._token_groups for e in catalogue.ends(group, self._start, end)]
-        names += [self._name(group, end) for group in catalogue.state_groups]
-        return all(self._store.lookup(names))
+        """Whether every group has all slices of every object it needs, each divided in one way or another."""
+        needed = [(group, e) for group in self._token_groups for e in self._needs(group, end)]
+        needed += [(group, end) for group in self._catalogue.state_groups]
+        keys = self._prompt.keys_at({e for _, e in needed})
+        ways = [
+            [[self._catalogue.name(group, keys[e], run) for run in way] for way in group.ways] for group, e in needed
+        ]
+        names = [name for of_one in ways for way in of_one for name in way]
+        found = dict(zip(names, self._store.lookup(names), strict=True)) if names else {}
+        return all(any(all(found[name] for name in way) for way in of_one) for of_one in ways)
 
-    def _lookup(self, group: StoredGroup, ends: Sequence[int]) -> list[bool]:
-        return self._store.lookup([self._name(group, end) for end in ends]) if ends else []
+    def _needs(self, group: StoredGroup, end: int) -> list[int]:
+        return self._catalogue.ends(group, self._first_needed(group), end)
 
-    def _name(self, group: StoredGroup, end: int) -> ObjectName:
-        return self._catalogue.name(group, self._keys[end // self._catalogue.block_tokens - 1])
+    def _first_needed(self, group: StoredGroup) -> int:
+        start, matched = self._prompt.start, self._prompt.matched
+        return max(start, matched) if group.role is Role.FULL else start

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hybridkv.cache import NULL_PAGE
 from hybridkv.store import Store
-from hybridkv.stream.catalogue import Catalogue, StoredGroup
+from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.dump import Dumper, Outgoing
 from hybridkv.stream.dump_rule import DumpPoint
+from hybridkv.stream.form import StoredGroup
 from hybridkv.stream.load import Load
 from hybridkv.stream.requests import PageRequest
-from hybridkv.stream.row_io import PageBytes
+from hybridkv.stream.row_io import PageBytes, Span
 from hybridkv.stream.stats import StreamStats
 from hybridkv.stream.step import StepTransfers
 from hybridkv.workers import Workers
@@ -117,19 +118,20 @@ class Mover:
         """
         found: list[Outgoing] = []
         for point in points:
-            needed = self.catalogue.needed(request.blocks)
-            tokens = {group: self._block_pages(group, request, point.end) for group in needed}
-            states = {group: request.states[group.name].get(point.end) for group in self.catalogue.state_groups}
+            tokens = {
+                group: self._block_spans(group, request, point.end) for group in self.catalogue.needed(request.blocks)
+            }
+            states = {group: _state_spans(group, request, point.end) for group in self.catalogue.state_groups}
             resumes = point.resumes and None not in (*tokens.values(), *states.values())
             if resumes or self.catalogue.ends_stretch(point.end):
-                found += self._begin(tokens, states if resumes else {}, point.end, keys[point.end])
+                found += self._begin({**tokens, **states} if resumes else tokens, point.end, keys[point.end])
         return found
 
     def dump_now(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> None:
         """Write objects of tokens that are computed already, without a step."""
         for outgoing in self.dump(request, points, keys):
-            for number in range(len(outgoing.group.rows)):
-                self._dumper.row(outgoing, number)
+            for number in range(len(outgoing.group.chunks)):
+                self._dumper.chunk(outgoing, number)
             self._dumper.judge(outgoing, True)
         self.settle()
 
@@ -137,34 +139,24 @@ class Mover:
         """Call after a step: pages that were copied out may be overwritten from now on."""
         self._pages.settle()
 
-    def _block_pages(self, group: StoredGroup, request: PageRequest, end: int) -> Sequence[int] | None:
-        """The pages of the object that ends at `end`; None if one is missing."""
-        stretch = self.catalogue.stretch(group, end)
-        pages = list(request.blocks[group.name][stretch.first : stretch.last])
-        return None if NULL_PAGE in pages else pages
+    def _block_spans(self, group: StoredGroup, request: PageRequest, end: int) -> list[Span] | None:
+        """The pages of each chunk of the object that ends at `end`; None if one is missing. Empty: no blocks."""
+        stretch, num_tokens = self.catalogue.stretch(group, end), self.catalogue.num_tokens(group, end)
+        if not num_tokens:
+            return []
+        pages = [request.blocks[chunk.table][stretch.first : stretch.last] for chunk in group.chunks]
+        if any(NULL_PAGE in one for one in pages):
+            return None
+        return [Span(one, num_tokens, self.catalogue.block_tokens) for one in pages]
 
-    def _begin(
-        self,
-        tokens: Mapping[StoredGroup, Sequence[int] | None],
-        states: Mapping[StoredGroup, Sequence[int] | None],
-        end: int,
-        key: bytes,
-    ) -> list[Outgoing]:
-        catalogue = self.catalogue
-        objects = [
-            (group, [pages] * len(group.rows), len(pages) * catalogue.block_tokens)
-            for group, pages in tokens.items()
-            if pages
-        ]
-        objects += [
-            (group, [[pages[row.page]] for row in group.rows], catalogue.grid_tokens)
-            for group, pages in states.items()
-            if pages is not None
-        ]
-        begun = [
-            Outgoing(catalogue.name(group, key), group, by_row, position=end, num_tokens=num_tokens)
-            for group, by_row, num_tokens in objects
-        ]
+    def _begin(self, spans: Mapping[StoredGroup, list[Span] | None], end: int, key: bytes) -> list[Outgoing]:
+        """Objects of those groups that have all pages, and whose run of slices this rank writes."""
+        begun = []
+        for group, found in spans.items():
+            if found and group.is_writer:
+                saved = self.catalogue.grid_tokens if group.is_state else found[0].num_tokens
+                name = self.catalogue.name(group, key)
+                begun.append(Outgoing(name, group, found, position=end, num_tokens=saved))
         return [outgoing for outgoing in begun if self._dumper.begin(outgoing)]
 
     def drain(self) -> None:
@@ -177,3 +169,11 @@ class Mover:
             load.give_up("aborted", RuntimeError("the engine was closed"))
         self._dumper.close(timeout_s)
         self._readers.close(0.0 if self.is_blocked else reads_timeout_s)
+
+
+def _state_spans(group: StoredGroup, request: PageRequest, end: int) -> list[Span] | None:
+    """The page of each chunk of the state at `end`; None if there is no state."""
+    states = [request.states[chunk.table].get(end) for chunk in group.chunks]
+    if None in states:
+        return None
+    return [Span([pages[chunk.row.page]], 1, 1) for chunk, pages in zip(group.chunks, states, strict=True) if pages]

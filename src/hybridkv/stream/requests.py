@@ -17,6 +17,8 @@ class PageRequest(NamedTuple):
     """By token group: the page of each block of the request, from its first block on. The null page: no page."""
     states: Mapping[str, Mapping[int, Sequence[int]]]
     """By state group and position: the pages of the state there. A load needs those at `end`."""
+    filled: Mapping[str, Collection[int]] = {}
+    """By token group: blocks whose pages need no load."""
 
 
 class Progress(NamedTuple):

@@ -22,15 +22,15 @@ class StepTransfers:
         self.has_run = False
         self._dumper = dumper
         self._due: dict[int, list[tuple[Outgoing, int]]] = {}
-        """By layer: rows that can be copied out once the layer has run."""
+        """By layer: chunks that can be copied out once the layer has run."""
         self._unjudged: dict[Hashable, list[Outgoing]] = {}
         self._judged: list[tuple[Outgoing, bool]] = []
 
     def add(self, owner: Hashable, outgoing: Outgoing) -> None:
         """Add an object whose last tokens this step computes."""
         self._unjudged.setdefault(owner, []).append(outgoing)
-        for number, row in enumerate(outgoing.group.rows):
-            self._due.setdefault(row.last_layer, []).append((outgoing, number))
+        for number, chunk in enumerate(outgoing.group.chunks):
+            self._due.setdefault(chunk.row.last_layer, []).append((outgoing, number))
 
     def before_layer(self, layer: int) -> None:
         if self.loads:
@@ -41,7 +41,7 @@ class StepTransfers:
 
     def after_layer(self, layer: int) -> None:
         for outgoing, number in self._due.pop(layer, ()):
-            self._dumper.row(outgoing, number)
+            self._dumper.chunk(outgoing, number)
 
     def after_last_layer(self) -> None:
         """All layers have run. Rows of what the last layer or the final norm gives are complete only now."""

@@ -56,12 +56,14 @@ class Streamer:
         )
         self._close_timeout_s = close_timeout_s
 
-    def find(self, keys: BlockKeys, tokens: bytes, start: int, limit: int, taps: Collection[str] = ()) -> Fetch | None:
+    def find(
+        self, keys: BlockKeys, tokens: bytes, start: int, limit: int, *, matched: int = 0, taps: Collection[str] = ()
+    ) -> Fetch | None:
         """Look up a prompt, as `Finder.find`. None also while loads hang on all threads."""
         if self.mover.is_blocked:
             self.stats.skipped_lookups += 1
             return None
-        return self.finder.find(keys, tokens, start, limit, taps)
+        return self.finder.find(keys, tokens, start, limit, matched=matched, taps=taps)
 
     def ended(self, load: Load, mode: str) -> None:
         """Count a load that has ended or was given up. Objects of a successful load are touched in the store."""

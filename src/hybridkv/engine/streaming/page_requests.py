@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hybridkv.cache import Lease, StepTables
+from collections.abc import Sequence
+
+from hybridkv.cache import CacheGroup, Lease, StepTables
 from hybridkv.engine.request import Sample
 from hybridkv.stream import PageRequest, Progress
 
@@ -21,9 +23,14 @@ def step_request(tables: StepTables) -> PageRequest:
     return PageRequest(tables.start, tables.end, tables.tables, states)
 
 
-def reply_request(lease: Lease) -> PageRequest:
-    """All tokens that the lease has computed."""
-    return PageRequest(0, lease.computed, lease.named_tables, {})
+def reply_request(lease: Lease, state_groups: Sequence[CacheGroup]) -> PageRequest:
+    """All tokens that the lease has computed, and the states at their end."""
+    states = {
+        group.name: {lease.computed: state.pages}
+        for group, state in zip(state_groups, lease.pages.states, strict=True)
+        if state is not None
+    }
+    return PageRequest(0, lease.computed, lease.named_tables, states)
 
 
 def step_progress(sample: Sample, lease: Lease, tables: StepTables) -> Progress:

@@ -90,7 +90,7 @@ class Streaming:
         assert match is not None
         limit = len(tokens) // TOKEN_BYTES - 1
         keys, taps = sample.keys(self.streamer), sample.key.taps
-        return Transfer(self.streamer.find(keys, tokens, match.num_tokens, limit, taps))
+        return Transfer(self.streamer.find(keys, tokens, match.num_tokens, limit, taps=taps))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
         """Called when a sample gets a lease: start an asynchronous load, or note how far its first step loads."""
@@ -209,13 +209,14 @@ class Streaming:
         return self.streamer.mover.dump(step_request(tables), points, self._keys_at(points, sample, lease))
 
     def dump_reply(self, sample: Sample) -> None:
-        """Store what the steps of a normally finished sample did not dump."""
+        """Store the end of a normally finished sample, to the token, so that the next turn can resume there."""
         lease = sample.lease
         if lease is None or lease.in_flight or lease.leaf.dead:
             return
         points = self._rule.of_reply(lease.computed)
         if points:
-            self.streamer.mover.dump_now(reply_request(lease), points, self._keys_at(points, sample, lease))
+            request = reply_request(lease, self._cache.layout.state_groups)
+            self.streamer.mover.dump_now(request, points, self._keys_at(points, sample, lease))
 
     def _keys_at(self, points: Sequence[DumpPoint], sample: Sample, lease: Lease) -> dict[int, bytes]:
         return sample.keys(self.streamer).at([point.end for point in points], lease.tokens)
