@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
+
+from hybridkv.plan import GroupPlan
+
+
+class Blocks(NamedTuple):
+    """Consecutive blocks with equally many tokens."""
+
+    first: int
+    """Their first token, counted from the start of the row."""
+    pages: list[int]
+    num_tokens: int
+    """Tokens of each block: those of a full block, or fewer in a single last one."""
+
+
+class Span(NamedTuple):
+    """Pages of consecutive blocks, and how many tokens they hold together. A state is one page with one token."""
+
+    pages: Sequence[int | None]
+    """None: a page that is left out."""
+    num_tokens: int
+    block_tokens: int
+
+    def blocks(self) -> Iterator[Blocks]:
+        """All pages but those that are left out."""
+        run, start = list[int](), 0
+        for number, page in enumerate(self.pages):
+            first = number * self.block_tokens
+            is_full = self.num_tokens - first >= self.block_tokens
+            if run and (page is None or not is_full):
+                yield Blocks(start, run, self.block_tokens)
+                run = []
+            if page is not None and not is_full:
+                yield Blocks(first, [page], self.num_tokens - first)
+            elif page is not None:
+                start = start if run else first
+                run.append(page)
+        if run:
+            yield Blocks(start, run, self.block_tokens)
+
+
+class View(NamedTuple):
+    """A strided view of bytes. The last axis has consecutive bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
 
 class Box(NamedTuple):
@@ -24,6 +70,19 @@ class Box(NamedTuple):
     def moved(self, row_bytes: int) -> Box:
         """The same box further on in the row."""
         return self._replace(row_offset=self.row_offset + row_bytes)
+
+    def in_pages(self, plan: GroupPlan, arena_bytes: int, num_tokens: int) -> View:
+        """The first tokens of this box in every page of an arena: `[slabs, pages of a slab, ..., tokens, bytes]`."""
+        shape = (arena_bytes // plan.slab_bytes, plan.pages_per_slab, *self.shape, num_tokens, self.nbytes)
+        return View(
+            shape, (plan.slab_bytes, plan.stride_bytes, *self.page_strides, self.token_stride, 1), self.page_offset
+        )
+
+    def in_row(self, blocks: Blocks, block_tokens: int) -> View:
+        """The same in the row, of some blocks: `[blocks, ..., tokens, bytes]`."""
+        shape = (len(blocks.pages), *self.shape, blocks.num_tokens, self.nbytes)
+        strides = (block_tokens * self.nbytes, *self.row_strides, self.nbytes, 1)
+        return View(shape, strides, self.row_offset + blocks.first * self.nbytes)
 
     @property
     def alignment(self) -> int:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hybridkv.store import ObjectName, Store, StoreError, Writer
+from hybridkv.stream.boxes import Span
 from hybridkv.stream.form import Chunk, StoredGroup
-from hybridkv.stream.row_io import Copy, PageBytes, Span
+from hybridkv.stream.row_io import Copy, PageBytes
 from hybridkv.stream.stats import StreamStats
 from hybridkv.workers import Workers
 

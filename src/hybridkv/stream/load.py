@@ -17,10 +17,11 @@ from typing import NamedTuple
 from hybridkv.cache import Role
 from hybridkv.errors import StoreError
 from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, StoreFault
+from hybridkv.stream.boxes import Span
 from hybridkv.stream.catalogue import Catalogue, Stretch
 from hybridkv.stream.form import Chunk, Run, StoredGroup
 from hybridkv.stream.requests import PageRequest
-from hybridkv.stream.row_io import PageBytes, Span
+from hybridkv.stream.row_io import PageBytes
 from hybridkv.workers import Workers
 
 _ALL_LAYERS = 1 << 30

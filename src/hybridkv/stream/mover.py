@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hybridkv.cache import NULL_PAGE
 from hybridkv.store import Store
+from hybridkv.stream.boxes import Span
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.dump import Dumper, Outgoing
 from hybridkv.stream.dump_rule import DumpPoint
 from hybridkv.stream.form import StoredGroup
 from hybridkv.stream.load import Load
 from hybridkv.stream.requests import PageRequest
-from hybridkv.stream.row_io import PageBytes, Span
+from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.stats import StreamStats
 from hybridkv.stream.step import StepTransfers
 from hybridkv.workers import Workers

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.stream.boxes import Box
+from hybridkv.stream.boxes import Span, View
 from hybridkv.stream.form import Chunk
 
 Bytes = npt.NDArray[np.uint8]
@@ -24,22 +24,6 @@ class Copy(NamedTuple):
 
     data: memoryview
     wait: Callable[[], None]
-
-
-class Span(NamedTuple):
-    """Pages of consecutive blocks, and how many tokens they hold together. A state is one page with one token."""
-
-    pages: Sequence[int | None]
-    """None: a page that is left out."""
-    num_tokens: int
-    block_tokens: int
-
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Each page, with its first token and its number of tokens."""
-        for number, page in enumerate(self.pages):
-            if page is not None:
-                first = number * self.block_tokens
-                yield page, first, min(self.block_tokens, self.num_tokens - first)
 
 
 class PageBytes(ABC):
@@ -82,34 +66,32 @@ class HostPages(PageBytes):
         return np.empty(nbytes, np.uint8).data
 
     def copy_in(self, chunk: Chunk, span: Span, staged: memoryview) -> None:
-        for page, row in self._pairs(chunk, span, staged):
-            page[...] = row
+        for pages, slabs, numbers, rows in self._pairs(chunk, span, staged):
+            pages[slabs, numbers] = rows
 
     def copy_out(self, chunk: Chunk, span: Span) -> Copy:
         data = np.empty(chunk.nbytes(span.num_tokens), np.uint8).data
-        for page, row in self._pairs(chunk, span, data):
-            row[...] = page
+        for pages, slabs, numbers, rows in self._pairs(chunk, span, data):
+            for index, place in enumerate(zip(slabs, numbers, strict=True)):
+                rows[index] = pages[place]
         return Copy(data, _nothing)
 
     def settle(self) -> None:
         """Nothing to do: copies are complete on return."""
 
-    def _pairs(self, chunk: Chunk, span: Span, data: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
-        """The same bytes of a chunk in pages and in `data`, page by page and box by box."""
-        boxes = chunk.boxes(span.num_tokens)
-        for page, first, count in span.blocks():
-            start = chunk.plan.page_offset(page)
-            for box in boxes:
-                yield self._in_page(box, start, count), _in_row(box, data, first, count)
-
-    def _in_page(self, box: Box, page_start: int, count: int) -> Bytes:
-        shape, strides = (*box.shape, count, box.nbytes), (*box.page_strides, box.token_stride, 1)
-        return np.ndarray(shape, np.uint8, self._bytes, page_start + box.page_offset, strides)
+    def _pairs(
+        self, chunk: Chunk, span: Span, data: memoryview
+    ) -> Iterator[tuple[Bytes, Sequence[int], Sequence[int], Bytes]]:
+        """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
+        for blocks in span.blocks():
+            slabs, numbers = zip(*(divmod(page, chunk.plan.pages_per_slab) for page in blocks.pages), strict=True)
+            for box in chunk.boxes(span.num_tokens):
+                pages = _array(self._bytes, box.in_pages(chunk.plan, len(self._bytes), blocks.num_tokens))
+                yield pages, slabs, numbers, _array(data, box.in_row(blocks, span.block_tokens))
 
 
-def _in_row(box: Box, data: memoryview, first: int, count: int) -> Bytes:
-    shape, strides = (*box.shape, count, box.nbytes), (*box.row_strides, box.nbytes, 1)
-    return np.ndarray(shape, np.uint8, data, box.row_offset + first * box.nbytes, strides)
+def _array(data: memoryview, view: View) -> Bytes:
+    return np.ndarray(view.shape, np.uint8, data, view.offset, view.strides)
 
 
 def _nothing() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hybridkv.stream.boxes import Box
+from hybridkv.stream.boxes import Span, View
 from hybridkv.stream.form import Chunk
-from hybridkv.stream.row_io import Copy, HostPages, PageBytes, Span
+from hybridkv.stream.row_io import Copy, HostPages, PageBytes
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Element types of GPU copies, by the alignment of what is copied."""
@@ -64,58 +64,22 @@ class DevicePages(PageBytes):
     def _pairs(
         self, chunk: Chunk, span: Span, data: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        """The same bytes of a chunk, box by box: all pages of the arena, which of them are meant, and rows in `data`.
-
-        Blocks with equally many tokens that follow each other are copied together.
-        """
-        for first, pages, count in _stretches(span):
-            numbers = torch.tensor(pages).pin_memory().to(self._device, non_blocking=True)
+        """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
+        for blocks in span.blocks():
+            numbers = torch.tensor(blocks.pages).pin_memory().to(self._device, non_blocking=True)
             places = numbers // chunk.plan.pages_per_slab, numbers % chunk.plan.pages_per_slab
             for box in chunk.boxes(span.num_tokens):
-                yield (
-                    self._in_pages(chunk, box, count),
-                    places,
-                    _in_row(box, data, first, len(pages), span.block_tokens, count),
-                )
-
-    def _in_pages(self, chunk: Chunk, box: Box, count: int) -> torch.Tensor:
-        """The box of every page of the arena: `[slabs, pages of a slab, ..., tokens, words]`."""
-        size, plan = box.alignment, chunk.plan
-        shape = (len(self._bytes) // plan.slab_bytes, plan.pages_per_slab, *box.shape, count, box.nbytes)
-        strides = (plan.slab_bytes, plan.stride_bytes, *box.page_strides, box.token_stride)
-        return _words(self._bytes, size, shape, strides, box.page_offset)
+                pages = box.in_pages(chunk.plan, len(self._bytes), blocks.num_tokens)
+                rows = box.in_row(blocks, span.block_tokens)
+                yield _words(self._bytes, pages, box.alignment), places, _words(data, rows, box.alignment)
 
 
-def _in_row(box: Box, data: torch.Tensor, first: int, num_pages: int, block_tokens: int, count: int) -> torch.Tensor:
-    """The box of consecutive blocks: `[blocks, ..., tokens, words]`."""
-    shape = (num_pages, *box.shape, count, box.nbytes)
-    strides = (block_tokens * box.nbytes, *box.row_strides, box.nbytes)
-    return _words(data, box.alignment, shape, strides, box.row_offset + first * box.nbytes)
-
-
-def _words(
-    data: torch.Tensor, size: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> torch.Tensor:
-    """A strided view of bytes as words of `size` bytes. `strides`: in bytes, of all axes but the last."""
+def _words(data: torch.Tensor, view: View, size: int) -> torch.Tensor:
+    """A view of bytes as words of `size` bytes."""
     words = data[: len(data) // size * size].view(_WORDS[size])
-    in_words = [stride // size for stride in strides]
-    return words.as_strided((*shape[:-1], shape[-1] // size), (*in_words, 1), offset // size)
-
-
-def _stretches(span: Span) -> Iterator[tuple[int, list[int], int]]:
-    """Runs of blocks of equally many tokens with nothing left out: first token, pages, tokens of each."""
-    run: list[int] = []
-    start = expected = tokens = 0
-    for page, first, count in span.blocks():
-        if run and (first != expected or count != tokens):
-            yield start, run, tokens
-            run = []
-        if not run:
-            start, tokens = first, count
-        run.append(page)
-        expected = first + span.block_tokens
-    if run:
-        yield start, run, tokens
+    shape = (*view.shape[:-1], view.shape[-1] // size)
+    strides = (*(stride // size for stride in view.strides[:-1]), 1)
+    return words.as_strided(shape, strides, view.offset // size)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
