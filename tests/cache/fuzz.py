@@ -269,8 +269,7 @@ class Fuzz:
             return
         most = lease.num_tokens - lease.computed
         num_loaded = self.chance.integer(1, most)
-        is_whole = (lease.computed + num_loaded) % BLOCK == 0
-        count = self.chance.integer(num_loaded, most) if is_whole else num_loaded
+        count = self.chance.integer(num_loaded, most) if self.chance.one_in(2) else num_loaded
         num_good = self.chance.integer(0, num_loaded - 1) if self.chance.one_in(3) else None
         if self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good) is None:
             return
@@ -287,7 +286,7 @@ class Fuzz:
         if lease.id in self.num_good:
             self._commit_bad_load(lease, self.num_good.pop(lease.id))
             return
-        length = lease.step.end - lease.step.start
+        length, loaded_to = lease.step.end - lease.step.start, lease.step.loaded_to
         if lease.aborted:
             self.cache.commit(lease, failed=self.chance.one_in(2))
             return
@@ -301,6 +300,8 @@ class Fuzz:
             self.cache.commit(lease, accepted)
             assert lease.computed <= before + accepted
             assert poisoned is not None or not may_cut or lease.computed >= before
+            if loaded_to and before + accepted >= loaded_to:
+                assert lease.computed >= loaded_to, "the state at the end of the load was there to go back to"
         else:
             self.cache.commit(lease, sampled=[self.chance.integer(0, 1)] * self.chance.integer(0, 1))
             assert lease.computed == before + length or poisoned is not None

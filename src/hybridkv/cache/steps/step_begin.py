@@ -54,21 +54,21 @@ class StepBegin:
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """Begin a step that loads the tokens [start, first) and computes [first, end).
 
-        A checkpoint is kept at `first`, so that other requests can resume there.
+        The state at `first` gets pages of its own, which the rest of the step does not overwrite. If `first` is a block
+        boundary, a checkpoint is kept there, so that other requests can resume from it.
         """
-        pages = lease.pages
-        kept = [p for p in lease.plan.ahead if first <= p <= end]
-        if self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0:
-            kept = sorted({first, *kept})
+        pages, is_inside = lease.pages, first < end and bool(self.state_groups)
+        is_checkpoint = self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0
+        kept = [p for p in lease.plan.ahead if first < p <= end]
         num_blocks = max(0, -(-end // self.block_tokens) - pages.num_blocks) if pages.named_tables else 0
         unseen = self._unseen_blocks(lease, num_blocks, first)
-        room = self._room_for(lease, num_blocks, True, kept, end, unseen)
+        room = self._room_for(lease, num_blocks, True, kept, end, unseen, num_needed=int(is_inside))
         if isinstance(room, NoRoom):
             return room
-        if self._state_names and first < end and first not in room:
-            return NoRoom("no page for the state that is loaded")
-        if first in kept:
+        if is_checkpoint:
             lease.plan.want(first, Kind.BRANCH)
+        if is_checkpoint or is_inside:
+            room = [first, *room]
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
         self.placement.settle_tail(lease)
@@ -97,24 +97,34 @@ class StepBegin:
         return unseen
 
     def _room_for(
-        self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int, unseen: Sequence[int] = ()
+        self,
+        lease: Lease,
+        num_blocks: int,
+        may_cut: bool,
+        kept: list[int],
+        end: int,
+        unseen: Sequence[int] = (),
+        num_needed: int = 0,
     ) -> list[int] | NoRoom:
-        """Make room for a step. Checkpoints inside it are optional: returns the positions that fit."""
+        """Make room for a step. Checkpoints inside it are optional: returns the positions that fit.
+
+        `num_needed`: number of states inside the step that are not optional.
+        """
         make_room = self.reclaimer.make_room
         fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0
-        most = _EVICTIONS_FOR_CHECKPOINTS
-        if num_inside and make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:
+        most, num_wanted = _EVICTIONS_FOR_CHECKPOINTS, num_needed + num_inside
+        if num_inside and make_room(needs(lease, num_blocks, fresh, num_wanted, unseen), most) is None:
             return kept
-        while (no_room := make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
+        while (no_room := make_room(needs(lease, num_blocks, fresh, num_needed, unseen))) is not None:
             before, fresh = fresh, self._fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of this lease was evicted, and its state can be written in place
                 return no_room
         if not num_inside:
             return kept
-        make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most)
+        make_room(needs(lease, num_blocks, fresh, num_wanted, unseen), most)
         num_fit = num_inside
-        while not self.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
+        while not self.arena.fits(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen)):
             num_fit -= 1
         self.placement.stats.checkpoints_skipped += num_inside - num_fit
         return kept[num_inside - num_fit :]  # keep the last ones: they save the most compute
