@@ -271,12 +271,34 @@ class Fuzz:
         num_loaded = self.chance.integer(1, most)
         count = self.chance.integer(num_loaded, most) if self.chance.one_in(2) else num_loaded
         num_good = self.chance.integer(0, num_loaded - 1) if self.chance.one_in(3) else None
-        if self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good) is None:
+        if not self._extend_by_load(lease, count, num_loaded, num_good):
             return
         if num_good is not None:
             self.num_good[lease.id] = num_good
+
+    def _extend_by_load(self, lease: Lease, count: int, num_loaded: int, num_good: int | None = None) -> bool:
+        """Whether there was room. The index must have been asked for every block."""
+        step = self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good)
+        if step is None:
+            return False
+        assert step.loaded is not None
+        assert step.loaded.copied == self._known_blocks(lease, step.start)
+        self.counts["copied"] = self.counts.get("copied", 0) + sum(map(len, step.loaded.copied.values()))
         self.idle.remove(lease)
         self.flying.append((lease, False))
+        return True
+
+    def _known_blocks(self, lease: Lease, end: int) -> dict[str, list[int]]:
+        """By token group that a lease uses: its blocks before `end` that the index has and that are seen from there."""
+        index, known = self.cache._prefixes.index, dict[str, list[int]]()
+        path = [] if lease.leaf.dead else index.walk(lease.root_key, lease.tokens, end // BLOCK)
+        for group, place in zip(self.cache._groups.token_groups, range(len(lease.pages.tables)), strict=True):
+            seen = range(max(lease.computed // BLOCK, group.sight.first_visible(end) // BLOCK), end // BLOCK)
+            pages = [page for node, count in path for page in (node.pages[place] or [0] * node.num_blocks)[:count]]
+            blocks = [block for block in seen if block < len(pages) and pages[block]]
+            if blocks and lease.pages.tables[place] is not None:
+                known[group.name] = blocks
+        return known
 
     def commit(self) -> None:
         if not self.flying:
@@ -425,6 +447,10 @@ class Fuzz:
         for user in [lease, *self.idle]:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
                 most = min(9, user.num_tokens - user.computed) if not published else 1
+                if self.chance.one_in(3):  # it may copy the page; nobody commits before the page is found out
+                    count = self.chance.integer(1, user.num_tokens - user.computed)
+                    self._extend_by_load(user, count, self.chance.integer(1, count))
+                    continue
                 count, may_cut = self.chance.integer(1, most), published or self.chance.one_in(2)
                 if self.sim.extend(user, count, may_cut=may_cut) is None:
                     continue

@@ -142,7 +142,8 @@ class Cache:
         `may_cut`: the step may be accepted in part, so no state is written in place. Drafts imply it.
         `num_loaded`: number of tokens at the start of the step (up to all of them) that are loaded, not computed. The
         caller fills their pages, listed in `loaded` of the tables, before the step reads them, or commits the step as
-        failed. Local groups get pages only for the loaded blocks that later tokens see.
+        failed. Local groups get pages only for the loaded blocks that later tokens see. Blocks that the index has are
+        copied: `loaded` names them.
         """
         self._check_idle(lease)
         if self._pins.live:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.arena.pages import NULL_PAGE
-from hybridkv.cache.index.tree import State, null_pages
+from hybridkv.cache.index.tree import PathNode, State, null_pages
 from hybridkv.cache.retention.policy import Kind
 from hybridkv.cache.steps.lease import InFlight, Kept, Lease
 from hybridkv.cache.steps.lease_pages import LeasePages
@@ -72,16 +72,17 @@ class StepBegin:
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
         self.placement.settle_tail(lease)
+        copied = self._copy_known_blocks(lease, first)
         chains = self._add_segments(lease, start, end, lease.num_tokens, room, True)
         assert lease.step is not None
         lease.step.loaded_to = first
         lease.plan.advance(first)
         self.running.in_flight[lease.id] = lease
         self.groups.run_operations()
-        loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)})
+        states = {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)}
         segments = {name: chain[1:] for name, chain in zip(self._state_names, chains, strict=True)}
         tables = {name: table[:] for name, table in pages.named_tables.items()}
-        return StepTables(first, end, self.block_tokens, tables, segments, loaded)
+        return StepTables(first, end, self.block_tokens, tables, segments, Loaded(start, states, copied))
 
     # --- room and pages -----------------------------------------------------------------------------------------------
 
@@ -138,13 +139,35 @@ class StepBegin:
             added = self.arena.take(self.groups.token_pools[group], num_blocks - skipped, pages.slabs)
             table += null_pages(skipped) + added if skipped else added
             if pages.tail is not None and not skipped:
-                self._copy_tail(pages, group, pages.tail.tail_pages[group], added[0])
+                self._copy_page(pages, group, pages.tail.tail_pages[group], added[0])
 
-    def _copy_tail(self, pages: LeasePages, group: int, tail_page: int, page: int) -> None:
+    def _copy_known_blocks(self, lease: Lease, first: int) -> dict[str, list[int]]:
+        """Copy the whole blocks before `first` that the index has into the lease's own pages of these blocks.
+
+        Call after room was made: that may evict or move them. Blocks that the group does not see from `first` on are
+        skipped. Returns their numbers by token group.
+        """
+        pages, copied = lease.pages, dict[str, list[int]]()
+        if lease.leaf.dead:  # the index may have other content for the same tokens
+            return copied
+        path = self.placement.prefixes.index.walk(lease.root_key, lease.tokens, first // self.block_tokens)
+        for group, table in enumerate(pages.tables):
+            if table is None:
+                continue
+            visible = max(lease.leaf.end, self.groups.first_visible_block(group, first))
+            known = _pages_from(path, group, visible)
+            for block, page in known:
+                self._copy_page(pages, group, page, table[block])
+            if known:
+                copied[self.groups.token_groups[group].name] = [block for block, _ in known]
+        return copied
+
+    def _copy_page(self, pages: LeasePages, group: int, src: int, dst: int) -> None:
+        """Copy a page that others hold onto one of the lease, and pin it while the step is in flight."""
         pool = self.groups.token_pools[group]
-        self.arena.copy(pool, tail_page, page)
-        pages.copied.append((group, tail_page))
-        pages.slabs.add(pool.slab_of(tail_page))
+        self.arena.copy(pool, src, dst)
+        pages.copied.append((group, src))
+        pages.slabs.add(pool.slab_of(src))
 
     def _add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
@@ -210,3 +233,14 @@ class StepBegin:
 
     def _state_pages(self, group: int, state: State | None) -> tuple[int, ...]:
         return (NULL_PAGE,) * self.state_groups[group].pages_per_state if state is None else state.pages
+
+
+def _pages_from(path: Sequence[PathNode], group: int, first: int) -> list[tuple[int, int]]:
+    """The blocks from number `first` on that have a page of `group` on the path: block number and page."""
+    return [
+        (block, pages[block - node.start])
+        for node, num_blocks in path
+        if (pages := node.pages[group]) is not None
+        for block in range(max(first, node.start), node.start + num_blocks)
+        if pages[block - node.start] != NULL_PAGE
+    ]
