@@ -265,6 +265,8 @@ class Fuzz:
     def load(self) -> None:
         """Some tokens come from elsewhere, with or without others that are computed after them."""
         lease = self._pick_idle()
+        if lease is not None and self.chance.one_in(3):  # so that the index has blocks to copy
+            self.cache.rollback(lease, self.chance.integer(0, lease.computed))
         if lease is None or lease.computed >= lease.num_tokens:
             return
         most = lease.num_tokens - lease.computed
@@ -448,6 +450,8 @@ class Fuzz:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
                 most = min(9, user.num_tokens - user.computed) if not published else 1
                 if self.chance.one_in(3):  # it may copy the page; nobody commits before the page is found out
+                    if user is not lease:
+                        self.cache.rollback(user, self.chance.integer(0, user.computed))
                     count = self.chance.integer(1, user.num_tokens - user.computed)
                     self._extend_by_load(user, count, self.chance.integer(1, count))
                     continue

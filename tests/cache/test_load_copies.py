@@ -98,6 +98,18 @@ def test_windows_are_copied_where_a_page_is_left_and_seen() -> None:
     check_empty(cache)
 
 
+def test_windows_are_not_copied_where_they_are_not_seen() -> None:
+    """Another request keeps blocks 0 and 1 of the window for a checkpoint. From 80 on they are not seen."""
+    cache = sim(FULL, STATE, window(24))
+    lease = cache.cache.begin(SIBLING)
+    cache.serve(PROMPT[:60], breakpoints=[32])
+    step = cache.extend(lease, 80, num_loaded=80)
+    assert copied(step) == {"full": [0, 1, 2]}
+    assert cache.cache.commit(lease) == 80
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
 @pytest.mark.parametrize("num_good", [None, 0, 40, 70])
 def test_taps_are_copied_as_far_as_the_request_uses_them(num_good: int | None) -> None:
     cache = sim(FULL, *TAPS)
@@ -132,7 +144,6 @@ def test_a_copy_of_a_page_that_proves_bad_is_dropped(name: str, ends: str) -> No
     (node,) = root.children.values()
     group, pages = full_groups(cache)[0], node.pages[0]
     assert pages is not None
-    cache.cache._reclaimer.compactor.compact({}, Pinned(cache.cache._running))
     cache.cache.invalidate({group: [pages[2]]})
     assert lease.poisoned is not None
     if ends == "aborted":
@@ -142,6 +153,32 @@ def test_a_copy_of_a_page_that_proves_bad_is_dropped(name: str, ends: str) -> No
     if ends == "committed":
         assert cache.compute(lease)
         cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_a_page_that_was_copied_does_not_move_before_the_commit() -> None:
+    """Else the lease would not know the page any more when it proves bad."""
+    cache = sim(CacheGroup("full", Role.FULL, 4))
+    owner = cache.prompt(PROMPT[:16])
+    filler = cache.prompt(tokens(48, 1))  # the other pages of the owner's slab
+    lease = cache.cache.begin(SIBLING)
+    cache.cache.rollback(lease, 0)
+    assert copied(cache.extend(lease, 32, num_loaded=32)) == {"full": [0]}
+    other = cache.prompt([*tokens(48, 2), 1])
+    cache.cache.release(filler, keep=False)
+    assert cache.cache._reclaimer.evict_least({})
+    other.append([1])
+    assert cache.extend(other, 1) is not None
+    page = owner.named_tables["full"][0]
+    cache.cache._reclaimer.compactor.compact({}, Pinned(cache.cache._running))
+    assert owner.named_tables["full"][0] == page, "a slab with one page, and holes elsewhere"
+    cache.cache.invalidate({"full": [page]})
+    assert lease.poisoned == 0
+    cache.cache.commit(lease)
+    cache.cache.commit(other)
+    assert lease.computed == 0
+    for one in (owner, lease, other):
+        cache.cache.release(one)
     check_empty(cache)
 
 
