@@ -265,19 +265,42 @@ class Fuzz:
     def load(self) -> None:
         """Some tokens come from elsewhere, with or without others that are computed after them."""
         lease = self._pick_idle()
+        if lease is not None and self.chance.one_in(3):  # so that the index has blocks to copy
+            self.cache.rollback(lease, self.chance.integer(0, lease.computed))
         if lease is None or lease.computed >= lease.num_tokens:
             return
         most = lease.num_tokens - lease.computed
         num_loaded = self.chance.integer(1, most)
-        is_whole = (lease.computed + num_loaded) % BLOCK == 0
-        count = self.chance.integer(num_loaded, most) if is_whole else num_loaded
+        count = self.chance.integer(num_loaded, most) if self.chance.one_in(2) else num_loaded
         num_good = self.chance.integer(0, num_loaded - 1) if self.chance.one_in(3) else None
-        if self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good) is None:
+        if not self._extend_by_load(lease, count, num_loaded, num_good):
             return
         if num_good is not None:
             self.num_good[lease.id] = num_good
+
+    def _extend_by_load(self, lease: Lease, count: int, num_loaded: int, num_good: int | None = None) -> bool:
+        """Whether there was room. The index must have been asked for every block."""
+        step = self.sim.extend(lease, count, num_loaded=num_loaded, num_good=num_good)
+        if step is None:
+            return False
+        assert step.loaded is not None
+        assert step.loaded.copied == self._known_blocks(lease, step.start)
+        self.counts["copied"] = self.counts.get("copied", 0) + sum(map(len, step.loaded.copied.values()))
         self.idle.remove(lease)
         self.flying.append((lease, False))
+        return True
+
+    def _known_blocks(self, lease: Lease, end: int) -> dict[str, list[int]]:
+        """By token group that a lease uses: its blocks before `end` that the index has and that are seen from there."""
+        index, known = self.cache._prefixes.index, dict[str, list[int]]()
+        path = [] if lease.leaf.dead else index.walk(lease.root_key, lease.tokens, end // BLOCK)
+        for group, place in zip(self.cache._groups.token_groups, range(len(lease.pages.tables)), strict=True):
+            seen = range(max(lease.computed // BLOCK, group.sight.first_visible(end) // BLOCK), end // BLOCK)
+            pages = [page for node, count in path for page in (node.pages[place] or [0] * node.num_blocks)[:count]]
+            blocks = [block for block in seen if block < len(pages) and pages[block]]
+            if blocks and lease.pages.tables[place] is not None:
+                known[group.name] = blocks
+        return known
 
     def commit(self) -> None:
         if not self.flying:
@@ -287,7 +310,7 @@ class Fuzz:
         if lease.id in self.num_good:
             self._commit_bad_load(lease, self.num_good.pop(lease.id))
             return
-        length = lease.step.end - lease.step.start
+        length, loaded_to = lease.step.end - lease.step.start, lease.step.loaded_to
         if lease.aborted:
             self.cache.commit(lease, failed=self.chance.one_in(2))
             return
@@ -301,6 +324,8 @@ class Fuzz:
             self.cache.commit(lease, accepted)
             assert lease.computed <= before + accepted
             assert poisoned is not None or not may_cut or lease.computed >= before
+            if loaded_to and before + accepted >= loaded_to:
+                assert lease.computed >= loaded_to, "the state at the end of the load was there to go back to"
         else:
             self.cache.commit(lease, sampled=[self.chance.integer(0, 1)] * self.chance.integer(0, 1))
             assert lease.computed == before + length or poisoned is not None
@@ -424,6 +449,12 @@ class Fuzz:
         for user in [lease, *self.idle]:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
                 most = min(9, user.num_tokens - user.computed) if not published else 1
+                if self.chance.one_in(3):  # it may copy the page; nobody commits before the page is found out
+                    if user is not lease:
+                        self.cache.rollback(user, self.chance.integer(0, user.computed))
+                    count = self.chance.integer(1, user.num_tokens - user.computed)
+                    self._extend_by_load(user, count, self.chance.integer(1, count))
+                    continue
                 count, may_cut = self.chance.integer(1, most), published or self.chance.one_in(2)
                 if self.sim.extend(user, count, may_cut=may_cut) is None:
                     continue

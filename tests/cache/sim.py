@@ -96,7 +96,10 @@ class Sim:
         return step
 
     def load(self, lease: Lease, step: StepTables, num_good: int | None = None) -> None:
-        """Fill the pages that come from elsewhere: blocks that are seen from there on, and states."""
+        """Fill the pages that come from elsewhere: blocks that are seen from there on, and states.
+
+        Blocks that the cache has copied are not filled: they must be right already.
+        """
         assert step.loaded is not None
         good_until = step.start if num_good is None else step.loaded.start + num_good
         for name, table in step.tables.items():
@@ -105,8 +108,14 @@ class Sim:
             for position in range(max(first, step.loaded.start), step.start):
                 page = table[position // step.block_tokens]
                 assert page >= group.pages_per_slab, "a write into the null slab"
-                value = Value(prefix_value(lease.tokens, position + 1, name), position >= good_until)
-                self.memory.page(group.pool_name, page)[position % step.block_tokens] = value
+                prefix, slot = prefix_value(lease.tokens, position + 1, name), position % step.block_tokens
+                if position // step.block_tokens in step.loaded.copied.get(name, ()):
+                    assert self.memory.page(group.pool_name, page)[slot].prefix == prefix, (name, position)
+                    continue
+                value = Value(prefix, position >= good_until)
+                self.memory.page(group.pool_name, page)[slot] = value
+            blocks = step.loaded.copied.get(name, [])
+            assert set(blocks) <= set(range(max(first, step.loaded.start) // step.block_tokens, len(table)))
         for name, pages in step.loaded.states.items():
             for page in pages:
                 value = Value(prefix_value(lease.tokens, step.start, name), good_until < step.start)

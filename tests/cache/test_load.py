@@ -21,6 +21,14 @@ def begin(cache: Sim, prompt: list[int] = PROMPT) -> Lease:
     return cache.cache.begin(prompt)
 
 
+def started(mix: str, before: int) -> Sim:
+    """A cache whose memory has the first `before` tokens of the prompt: none, whole blocks, or up to a tail."""
+    cache = sim(*MIXES[mix])
+    if before:
+        cache.serve(PROMPT[:40], PROMPT[40 : before + 1]) if before % 16 else cache.serve(PROMPT[:before])
+    return cache
+
+
 def check_empty(cache: Sim) -> None:
     """Nothing is held when nothing is cached, and no page holds what a failed load has left."""
     cache.cache.reset()
@@ -143,12 +151,89 @@ def test_a_load_may_end_inside_a_block_if_nothing_is_computed_after_it(mix: str)
     check_empty(cache)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_loaded", "why"), [(90, 75, "end with a block"), (50, 64, "not more")])
-def test_loads_that_make_no_sense_are_refused(num_tokens: int, num_loaded: int, why: str) -> None:
+@pytest.mark.parametrize("before", [0, 48, 51], ids=["from nothing", "from a block", "from a tail"])
+@pytest.mark.parametrize(("at", "count"), [(75, 76), (75, 80), (75, 90), (75, 100), (97, 100), (65, 66)])
+def test_a_load_may_end_inside_a_block_before_computed_tokens(mix: str, before: int, at: int, count: int) -> None:
+    """The step reads the loaded state and leaves it alone; it is no checkpoint."""
+    cache = started(mix, before)
+    lease = begin(cache)
+    step = cache.extend(lease, count - before, num_loaded=at - before)
+    assert step is not None
+    assert step.loaded is not None
+    assert (step.loaded.start, step.start, step.end) == (before, at, count)
+    assert step.loaded.states.keys() == {group.name for group in cache.layout.state_groups}
+    for name, pages in step.loaded.states.items():
+        assert step.segments[name][0].src == pages
+        assert pages not in [segment.dst for segment in step.segments[name]]
+    cache.cache.check_integrity()
+    assert cache.cache.commit(lease) == count
+    assert lease.cached_tokens == at
+    cache.cache.check_integrity()
+    assert count == 100 or cache.compute(lease)
+    cache.cache.release(lease)
+    assert cache.cache.match([*PROMPT, 1]).num_tokens == 100
+    check_empty(cache)
+
+
+@pytest.mark.parametrize("num_accepted", [74, 75, 79, 80, 96, 99])
+@pytest.mark.parametrize("before", [0, 51])
+def test_a_step_that_is_cut_after_its_load_stands_at_the_end_of_the_load_or_after_it(
+    mix: str, before: int, num_accepted: int
+) -> None:
+    cache = started(mix, before)
+    lease = begin(cache)
+    num_good = min(num_accepted, 75) - before
+    assert cache.extend(lease, 100 - before, num_loaded=75 - before, num_good=num_good) is not None
+    stands_at = cache.cache.commit(lease, num_accepted - before)
+    cache.cache.check_integrity()
+    if num_accepted < 75:
+        assert stands_at == (64 if mix == "full" else before)
+    elif cache.layout.state_groups:
+        assert stands_at == (96 if num_accepted >= 96 else 75), (
+            "states: the end of the load, or the prompt's checkpoint"
+        )
+    else:
+        assert stands_at == num_accepted
+    assert not cache.reachable_taint()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_load_inside_a_block_that_fails_leaves_nothing(mix: str, aborts: bool) -> None:
+    cache = started(mix, 51)
+    lease = begin(cache)
+    assert cache.extend(lease, 100 - 51, num_loaded=75 - 51, num_good=0) is not None
+    if aborts:
+        cache.cache.abort(lease)
+    assert cache.cache.commit(lease, failed=True) == (0 if aborts else 51)
+    cache.cache.check_integrity()
+    cache.acknowledge_all()
+    assert not tainted_tokens(cache)
+    assert aborts or cache.compute(lease)
+    cache.cache.release(lease) if not aborts else None
+    check_empty(cache)
+
+
+def test_a_full_arena_gives_the_loaded_state_its_page_before_it_keeps_checkpoints() -> None:
+    """Two states fit beside the KV: the loaded one and the last one. The two breakpoints between them are skipped."""
+    cache = sim(FULL, STATE, num_slabs=4)
+    lease = cache.cache.begin(PROMPT, breakpoints=[80, 96])
+    step = cache.extend(lease, 100, num_loaded=75)
+    assert step is not None
+    assert [(segment.start, segment.end) for segment in step.segments["state"]] == [(75, 100)]
+    assert cache.cache.commit(lease) == 100
+    cache.cache.check_integrity()
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
+def test_more_than_the_step_cannot_be_loaded() -> None:
     cache = sim(FULL, STATE)
     lease = begin(cache)
-    with pytest.raises(CacheError, match=why):
-        cache.cache.extend(lease, num_tokens, num_loaded=num_loaded)
+    with pytest.raises(CacheError, match="not more"):
+        cache.cache.extend(lease, 50, num_loaded=64)
     assert cache.compute(lease)
 
 
@@ -165,9 +250,7 @@ def test_drafts_cannot_be_loaded() -> None:
 @pytest.mark.parametrize("count", [AT, 100], ids=["load alone", "with all"])
 @pytest.mark.parametrize("before", [0, 48, 51], ids=["from nothing", "from a block", "from a tail"])
 def test_a_load_that_fails_goes_back_and_leaves_clean_pages(mix: str, before: int, count: int) -> None:
-    cache = sim(*MIXES[mix])
-    if before:
-        cache.serve(PROMPT[:40], PROMPT[40:52]) if before == 51 else cache.serve(PROMPT[:48])
+    cache = started(mix, before)
     lease = begin(cache)
     assert lease.computed == before
     assert cache.extend(lease, count - before, num_loaded=AT - before, num_good=0) is not None

@@ -142,13 +142,14 @@ class Cache:
         `may_cut`: the step may be accepted in part, so no state is written in place. Drafts imply it.
         `num_loaded`: number of tokens at the start of the step (up to all of them) that are loaded, not computed. The
         caller fills their pages, listed in `loaded` of the tables, before the step reads them, or commits the step as
-        failed. Local groups get pages only for the loaded blocks that later tokens see.
+        failed. Local groups get pages only for the loaded blocks that later tokens see. Blocks that the index has are
+        copied: `loaded` names them.
         """
         self._check_idle(lease)
         if self._pins.live:
             self._pins.expire()
         if num_loaded:
-            self._check_load(lease, num_loaded, num_tokens, len(drafts))
+            _check_load(num_loaded, num_tokens, len(drafts))
         num_known = lease.num_tokens
         if len(drafts):
             lease.append(drafts)
@@ -385,12 +386,6 @@ class Cache:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _check_load(self, lease: Lease, num_loaded: int, num_tokens: int, num_drafts: int) -> None:
-        if not 0 < num_loaded <= num_tokens or num_drafts:
-            raise CacheError(f"cannot load {num_loaded} of {num_tokens} tokens: not more, and no drafts")
-        if num_loaded < num_tokens and (lease.computed + num_loaded) % self.block_tokens:
-            raise CacheError(f"cannot compute on after loading {num_loaded} tokens: they must end with a block")
-
     def _check_idle(self, lease: Lease) -> None:
         if lease.released or lease.aborted:
             raise CacheError("the lease has ended")
@@ -448,6 +443,11 @@ class Cache:
         if self._events.enabled:
             self._events.hit(resume.position)
             self._events.missed(missed, resume.missing)
+
+
+def _check_load(num_loaded: int, num_tokens: int, num_drafts: int) -> None:
+    if not 0 < num_loaded <= num_tokens or num_drafts:
+        raise CacheError(f"cannot load {num_loaded} of {num_tokens} tokens: not more, and no drafts")
 
 
 def _check_ttl(ttl_seconds: float) -> None:

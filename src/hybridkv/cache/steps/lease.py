@@ -15,7 +15,7 @@ from hybridkv.cache.tokens import TOKEN_BYTES, TokenIds, pack_tokens
 
 
 class Kept(NamedTuple):
-    """A position inside a step at which states are kept."""
+    """A position inside a step at which states are kept: a checkpoint, or the end of a load inside a block."""
 
     position: int
     states: list[State | None]

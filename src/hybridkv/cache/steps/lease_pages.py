@@ -26,7 +26,7 @@ class LeasePages:
         self.tail: Checkpoint | None = None
         """The checkpoint inside a block that the lease resumes from, until its tail has been copied."""
         self.copied: list[tuple[int, int]] = []
-        """(token group, page) from which the partial block was copied. If such a page is invalid, so is the copy."""
+        """(token group, page) from which unpublished blocks were copied. If such a page is invalid, so is the copy."""
         self.slabs: set[Slab] = set()
         """The slabs of the pages that the lease itself owns, and of its states."""
 

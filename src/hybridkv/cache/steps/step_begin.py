@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.arena.pages import NULL_PAGE
-from hybridkv.cache.index.tree import State, null_pages
+from hybridkv.cache.index.tree import PathNode, State, null_pages
 from hybridkv.cache.retention.policy import Kind
 from hybridkv.cache.steps.lease import InFlight, Kept, Lease
 from hybridkv.cache.steps.lease_pages import LeasePages
@@ -54,34 +54,35 @@ class StepBegin:
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """Begin a step that loads the tokens [start, first) and computes [first, end).
 
-        A checkpoint is kept at `first`, so that other requests can resume there.
+        The state at `first` gets pages of its own, which the rest of the step does not overwrite. If `first` is a block
+        boundary, a checkpoint is kept there, so that other requests can resume from it.
         """
-        pages = lease.pages
-        kept = [p for p in lease.plan.ahead if first <= p <= end]
-        if self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0:
-            kept = sorted({first, *kept})
+        pages, is_inside = lease.pages, first < end and bool(self.state_groups)
+        is_checkpoint = self.placement.prefixes.needs_checkpoints and first % self.block_tokens == 0
+        kept = [p for p in lease.plan.ahead if first < p <= end]
         num_blocks = max(0, -(-end // self.block_tokens) - pages.num_blocks) if pages.named_tables else 0
         unseen = self._unseen_blocks(lease, num_blocks, first)
-        room = self._room_for(lease, num_blocks, True, kept, end, unseen)
+        room = self._room_for(lease, num_blocks, True, kept, end, unseen, num_needed=int(is_inside))
         if isinstance(room, NoRoom):
             return room
-        if self._state_names and first < end and first not in room:
-            return NoRoom("no page for the state that is loaded")
-        if first in kept:
+        if is_checkpoint:
             lease.plan.want(first, Kind.BRANCH)
+        if is_checkpoint or is_inside:
+            room = [first, *room]
         if num_blocks:
             self._add_blocks(lease, num_blocks, unseen)
         self.placement.settle_tail(lease)
+        copied = self._copy_known_blocks(lease, first)
         chains = self._add_segments(lease, start, end, lease.num_tokens, room, True)
         assert lease.step is not None
         lease.step.loaded_to = first
         lease.plan.advance(first)
         self.running.in_flight[lease.id] = lease
         self.groups.run_operations()
-        loaded = Loaded(start, {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)})
+        states = {name: chain[0].dst for name, chain in zip(self._state_names, chains, strict=True)}
         segments = {name: chain[1:] for name, chain in zip(self._state_names, chains, strict=True)}
         tables = {name: table[:] for name, table in pages.named_tables.items()}
-        return StepTables(first, end, self.block_tokens, tables, segments, loaded)
+        return StepTables(first, end, self.block_tokens, tables, segments, Loaded(start, states, copied))
 
     # --- room and pages -----------------------------------------------------------------------------------------------
 
@@ -97,24 +98,34 @@ class StepBegin:
         return unseen
 
     def _room_for(
-        self, lease: Lease, num_blocks: int, may_cut: bool, kept: list[int], end: int, unseen: Sequence[int] = ()
+        self,
+        lease: Lease,
+        num_blocks: int,
+        may_cut: bool,
+        kept: list[int],
+        end: int,
+        unseen: Sequence[int] = (),
+        num_needed: int = 0,
     ) -> list[int] | NoRoom:
-        """Make room for a step. Checkpoints inside it are optional: returns the positions that fit."""
+        """Make room for a step. Checkpoints inside it are optional: returns the positions that fit.
+
+        `num_needed`: number of states inside the step that are not optional.
+        """
         make_room = self.reclaimer.make_room
         fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0
-        most = _EVICTIONS_FOR_CHECKPOINTS
-        if num_inside and make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most) is None:
+        most, num_wanted = _EVICTIONS_FOR_CHECKPOINTS, num_needed + num_inside
+        if num_inside and make_room(needs(lease, num_blocks, fresh, num_wanted, unseen), most) is None:
             return kept
-        while (no_room := make_room(needs(lease, num_blocks, fresh, 0, unseen))) is not None:
+        while (no_room := make_room(needs(lease, num_blocks, fresh, num_needed, unseen))) is not None:
             before, fresh = fresh, self._fresh_states(lease, may_cut)
             if fresh == before:  # else a checkpoint of this lease was evicted, and its state can be written in place
                 return no_room
         if not num_inside:
             return kept
-        make_room(needs(lease, num_blocks, fresh, num_inside, unseen), most)
+        make_room(needs(lease, num_blocks, fresh, num_wanted, unseen), most)
         num_fit = num_inside
-        while not self.arena.fits(needs(lease, num_blocks, fresh, num_fit, unseen)):
+        while not self.arena.fits(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen)):
             num_fit -= 1
         self.placement.stats.checkpoints_skipped += num_inside - num_fit
         return kept[num_inside - num_fit :]  # keep the last ones: they save the most compute
@@ -128,13 +139,35 @@ class StepBegin:
             added = self.arena.take(self.groups.token_pools[group], num_blocks - skipped, pages.slabs)
             table += null_pages(skipped) + added if skipped else added
             if pages.tail is not None and not skipped:
-                self._copy_tail(pages, group, pages.tail.tail_pages[group], added[0])
+                self._copy_page(pages, group, pages.tail.tail_pages[group], added[0])
 
-    def _copy_tail(self, pages: LeasePages, group: int, tail_page: int, page: int) -> None:
+    def _copy_known_blocks(self, lease: Lease, first: int) -> dict[str, list[int]]:
+        """Copy the whole blocks before `first` that the index has into the lease's own pages of these blocks.
+
+        Call after room was made: that may evict or move them. Blocks that the group does not see from `first` on are
+        skipped. Returns their numbers by token group.
+        """
+        pages, copied = lease.pages, dict[str, list[int]]()
+        if lease.leaf.dead:  # the index may have other content for the same tokens
+            return copied
+        path = self.placement.prefixes.index.walk(lease.root_key, lease.tokens, first // self.block_tokens)
+        for group, table in enumerate(pages.tables):
+            if table is None:
+                continue
+            visible = max(lease.leaf.end, self.groups.first_visible_block(group, first))
+            known = _pages_from(path, group, visible)
+            for block, page in known:
+                self._copy_page(pages, group, page, table[block])
+            if known:
+                copied[self.groups.token_groups[group].name] = [block for block, _ in known]
+        return copied
+
+    def _copy_page(self, pages: LeasePages, group: int, src: int, dst: int) -> None:
+        """Copy a page that others hold onto one of the lease, and pin it while the step is in flight."""
         pool = self.groups.token_pools[group]
-        self.arena.copy(pool, tail_page, page)
-        pages.copied.append((group, tail_page))
-        pages.slabs.add(pool.slab_of(tail_page))
+        self.arena.copy(pool, src, dst)
+        pages.copied.append((group, src))
+        pages.slabs.add(pool.slab_of(src))
 
     def _add_segments(
         self, lease: Lease, start: int, end: int, num_known: int, kept: Sequence[int], may_cut: bool
@@ -200,3 +233,14 @@ class StepBegin:
 
     def _state_pages(self, group: int, state: State | None) -> tuple[int, ...]:
         return (NULL_PAGE,) * self.state_groups[group].pages_per_state if state is None else state.pages
+
+
+def _pages_from(path: Sequence[PathNode], group: int, first: int) -> list[tuple[int, int]]:
+    """The blocks from number `first` on that have a page of `group` on the path: block number and page."""
+    return [
+        (block, pages[block - node.start])
+        for node, num_blocks in path
+        if (pages := node.pages[group]) is not None
+        for block in range(max(first, node.start), node.start + num_blocks)
+        if pages[block - node.start] != NULL_PAGE
+    ]

@@ -45,13 +45,13 @@ class StepEnd:
         lineage, pages = lease.lineage, lease.pages
         if lineage.lessons or lineage.resumed_from is not None:
             self.prefixes.history.confirm(lineage)
-        kept_positions = [kept.position for kept in step.kept if kept.position <= target] if step.kept else []
+        kept_positions = self._checkpoint_positions(step.kept, target) if step.kept else []
         if target >= pages.slide_at:  # before publishing: most blocks of a long step are already out of the window
             self._slide(lease, min(kept_positions, default=target))
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
         for kept in reversed(step.kept):  # deepest first: it supersedes the others
-            if kept.position <= target:
+            if kept.position in kept_positions:
                 checkpoint = Checkpoint(kept.position, kept.states, lease.plan.wanted[kept.position])
                 self.prefixes.add_checkpoint(lease.leaf, lineage, checkpoint)
             else:
@@ -62,6 +62,10 @@ class StepEnd:
         if loaded and target < step.loaded_to:  # the content loaded after `target` is not valid
             self._clear_own_blocks(lease)
             self.placement.trim(lease)
+
+    def _checkpoint_positions(self, kept: Sequence[Kept], target: int) -> list[int]:
+        """Positions of the step at which checkpoints are published: block boundaries up to `target`."""
+        return [one.position for one in kept if one.position <= target and one.position % self.block_tokens == 0]
 
     def _step_back(self, lease: Lease, step: InFlight, target: int) -> int | None:
         """Go back to the last state at or before `target`, kept in the step or from before it.

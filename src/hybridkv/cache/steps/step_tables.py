@@ -28,6 +28,8 @@ class Loaded(NamedTuple):
     """Position of the request before the step. Tokens from here up to the step's `start` are loaded."""
     states: dict[str, tuple[int, ...]]
     """By state group: the pages of the state at the step's start."""
+    copied: dict[str, list[int]]
+    """By token group: numbers of the blocks that the cache itself fills, by copies from its index. Do not load them."""
 
 
 class StepTables(NamedTuple):
@@ -58,5 +60,5 @@ class StepTables(NamedTuple):
         tables = {group: make_pages(pages) for group, pages in raw["tables"].items()}
         loaded = raw["loaded"]
         if loaded is not None:
-            loaded = Loaded(loaded[0], {group: tuple(pages) for group, pages in loaded[1].items()})
+            loaded = Loaded(loaded[0], {group: tuple(pages) for group, pages in loaded[1].items()}, loaded[2])
         return cls(raw["start"], raw["end"], raw["block_tokens"], tables, segments, loaded)
