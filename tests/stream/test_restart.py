@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hybridkv.cache import Role
 from hybridkv.errors import PlanError
 from hybridkv.store.blob_store import BlobStore
 from tests.engine.drive import GREEDY, check_greedy, memory_for
@@ -52,6 +53,45 @@ def test_memory_has_the_first_blocks_of_an_object_already(family: str, mode: str
     assert cached_by(driver) == 80
     assert driver.stats.loaded_tokens == 80 - 48
     assert not driver.stats.failures
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "kimi_linear", "gemma3"])
+def test_blocks_that_memory_has_without_their_state_are_not_read_again(family: str, mode: str) -> None:
+    """Only the state is, and window tails; the store need not even have the blocks."""
+    below = copy_of(filled(family, STORED))
+    driver = StreamDriver(model_of(family), below, mode)
+    driver.add("first", SHARED, BRIEF)
+    driver.run()
+    lose_checkpoints(driver)
+    full = [stored.name for stored in below.objects() if stored.name.group in ("full", "latent")]
+    below.delete(full)
+    before = driver.stats.loaded_bytes
+    driver.add("again", SHARED[:85] + prompt(9, 2), BRIEF)
+    driver.run()
+    check_greedy(driver, "again")
+    assert driver.results["again"].cached_tokens == 80
+    assert not driver.stats.failures
+    catalogue = driver.streamer.catalogue
+    states = sum(group.nbytes(1) for group in catalogue.state_groups)
+    tails = sum(
+        group.nbytes(catalogue.num_tokens(group, end))
+        for group in catalogue.token_groups
+        for end in catalogue.ends(group, 0, 80)
+        if group.role is Role.LOCAL
+    )
+    assert driver.stats.loaded_bytes - before == states + tails
+    driver.close()
+
+
+def lose_checkpoints(driver: StreamDriver) -> None:
+    """What eviction does when states are worth less than KV."""
+    prefixes = driver.cache._prefixes
+    for node in prefixes.all_nodes([]):
+        for checkpoint in list(node.checkpoints):
+            prefixes.drop_checkpoint(checkpoint)
+        prefixes.tidy(node)
+    driver.cache.check_integrity()
 
 
 def cut_memory(family: str) -> int:

@@ -14,7 +14,7 @@ def load_request(tables: StepTables) -> PageRequest:
     loaded = tables.loaded
     assert loaded is not None
     states = {group: {tables.start: pages} for group, pages in loaded.states.items()}
-    return PageRequest(loaded.start, tables.start, tables.tables, states)
+    return PageRequest(loaded.start, tables.start, tables.tables, states, loaded.copied)
 
 
 def step_request(tables: StepTables) -> PageRequest:

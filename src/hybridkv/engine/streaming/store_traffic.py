@@ -90,7 +90,8 @@ class Streaming:
         assert match is not None
         limit = len(tokens) // TOKEN_BYTES - 1
         keys, taps = sample.keys(self.streamer), sample.key.taps
-        return Transfer(self.streamer.find(keys, tokens, match.num_tokens, limit, taps=taps))
+        start, matched = match.num_tokens, match.matched_tokens
+        return Transfer(self.streamer.find(keys, tokens, start, limit, matched=matched, taps=taps))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
         """Called when a sample gets a lease: start an asynchronous load, or note how far its first step loads."""
