@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hybridkv.cache import Role
 from hybridkv.errors import StoreError
 from hybridkv.plan import Row
-from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault
+from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreFault, UnknownFormat
 from hybridkv.stream.catalogue import Catalogue, StoredGroup
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
@@ -113,7 +113,7 @@ class Load:
         self.seconds = 0.0
         """Time from the start of the load to its last row so far."""
         self.failure: str | None = None
-        """Reason of the first failure: missing, corrupt, fault, error, timeout or aborted."""
+        """Reason of the first failure: missing, corrupt, unknown, fault, error, timeout or aborted."""
         self.error: BaseException | None = None
         self._pages = pages
         self._ordered = pages.order()
@@ -207,6 +207,8 @@ class Load:
             self._fail("missing", task.start, error)
         except CorruptObject as error:
             self._fail("corrupt", task.start, error)
+        except UnknownFormat as error:
+            self._fail("unknown", task.start, error)
         except (StoreFault, OSError) as error:
             self._fail("fault", task.start, error)
         except BaseException as error:  # any other error: the request computes these tokens instead
