@@ -14,15 +14,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybridkv.store import FileStore, MissingObject, StoreFault
 from hybridkv.store.file.blobs import FileBlobs
+from tests.processes import die_at_call, fork
 from tests.store.samples import load, name_of, rows_of, save
 
 ROWS = (6000, 300_000)
@@ -30,18 +29,6 @@ SIZE = 4 << 20
 KILLS = int(os.environ.get("HYBRIDKV_KILLS", "60"))
 """ "kill-at-random" kills so many."""
 CALLS = ("open", "ftruncate", "pwritev", "pwrite", "rename", "unlink", "mkdir", "close", "fdatasync")
-
-
-def fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    os._exit(0)
 
 
 def check(directory: Path) -> int:
@@ -81,20 +68,7 @@ def kill_at_call(directory: Path) -> None:
 
 
 def die_at(directory: Path, number: int, when: str) -> None:
-    left = [number]
-
-    def deadly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **options)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    for name in CALLS:
-        setattr(os, name, partial(deadly, getattr(os, name)))
-    write_some(directory, number * 2 + (when == "after"), 2, sync=True)
+    die_at_call(CALLS, number, when, partial(write_some, directory, number * 2 + (when == "after"), 2, sync=True))
 
 
 def kill_at_random(directory: Path) -> None:
