@@ -130,7 +130,11 @@ def work_among_others(directory: Path, number: int) -> None:
 
 def delete_under(directory: Path) -> None:
     """The directory is deleted again and again while several processes work in it: they go on in the next one."""
-    workers = [fork(partial(work_on_sand, directory, number)) for number in range(3)]
+    opened, tell = os.pipe()
+    workers = [fork(partial(work_on_sand, directory, number, tell)) for number in range(3)]
+    os.close(tell)
+    for _ in workers:
+        assert os.read(opened, 1), "a worker could not open the store"
     while workers:
         time.sleep(0.02)
         shutil.rmtree(directory, ignore_errors=True)
@@ -144,10 +148,12 @@ def delete_under(directory: Path) -> None:
     assert check(directory) >= 3
 
 
-def work_on_sand(directory: Path, number: int) -> None:
+def work_on_sand(directory: Path, number: int, tell: int) -> None:
+    """Write one byte to `tell` once the store is open: a directory that disappears before is an error of `open`."""
     source = random.Random(number)
     faults = saved = 0
     with FileStore(directory, SIZE) as store:
+        os.write(tell, b".")
         num_files = len(os.listdir("/proc/self/fd"))
         for _ in range(300):
             name = name_of(source.randrange(40))
