@@ -212,7 +212,7 @@ def others(engine: Engine, bare: Engine, work: Workload, repeats: int) -> dict[s
 
 
 def quartiles(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Of the ratios of neighbours; the one in the middle is the median."""
+    """Quartiles of the ratios of paired measurements `one[i] / other[i]`. The second quartile is the median."""
     ratios = [a / b for a, b in zip(one, other, strict=True)]
     return [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4, method="inclusive")]
 

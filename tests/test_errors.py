@@ -50,6 +50,7 @@ FAILURES = {
     "ReplyError",
     "StoreError",
     "StoreFault",
+    "UnknownFormat",
 }
 SOURCE = Path(hybridkv.__file__).parent
 

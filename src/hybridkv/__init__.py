@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StoreFault,
         StoreInputError,
         TraceError,
+        UnknownFormat,
     )
 
 __version__: str
@@ -50,6 +51,7 @@ __all__ = [
     "StoreFault",
     "StoreInputError",
     "TraceError",
+    "UnknownFormat",
     "Update",
     "__version__",
 ]

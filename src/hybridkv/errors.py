@@ -86,6 +86,10 @@ class CorruptObject(StoreError):  # noqa: N818
     """The bytes are not those that were written. The object has been deleted; its tokens are computed instead."""
 
 
+class UnknownFormat(StoreError):  # noqa: N818
+    """A later version of hybridkv has written the object. It is left alone; its tokens are computed instead."""
+
+
 class StoreFault(StoreError):  # noqa: N818
     """The store itself fails: a full disk, a lost connection, no permission. It is not used for a while (backoff)."""
 

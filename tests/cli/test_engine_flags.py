@@ -13,7 +13,7 @@ from hybridkv import Engine
 from hybridkv.cli.main import app, run
 from tests.engine.checkpoints import save_checkpoint
 
-COMMANDS = ("serve", "generate", "chat")
+COMMANDS = ("serve", "generate", "chat", "extract")
 OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(Engine.__init__).parameters.items()
@@ -21,7 +21,8 @@ OPTIONS = {
 }
 
 NO_FLAG = {
-    "chat": {"max_num_seqs"}  # a conversation has one reply at a time
+    "chat": {"max_num_seqs"},  # a conversation has one reply at a time
+    "extract": {"seed"},  # nothing is sampled
 }
 """Options of the engine that a command fixes."""
 
@@ -30,6 +31,19 @@ NOT_THE_ENGINES = {
     "chat": {"seed"},
 }
 """Flags that have the name of an engine's option and go elsewhere."""
+
+RENAMED = {
+    "extract": {"dtype": "model_dtype"}  # --dtype is that of the files
+}
+"""Flags of a command by the engine's options that they set, where the names differ."""
+
+OWN = {
+    "serve": ["--port", "0"],
+    "generate": ["-p", "one", "-p", "two"],
+    "chat": [],
+    "extract": ["--input", "prompts.jsonl", "--layers", "0", "--out", "states"],
+}
+"""What each command needs beside a model."""
 
 OTHER_VALUES: dict[str, tuple[list[str], object]] = {
     "memory": (["--memory", "48MiB"], "48MiB"),
@@ -60,10 +74,24 @@ class Started(BaseException):
     """Carries what an engine was started with out of the command."""
 
 
+@pytest.fixture(autouse=True)
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
 def flags(command: str) -> dict[str, Any]:
-    """Defaults by parameter name."""
+    """Defaults by the name of the engine's option, or of the flag where the engine has no such option."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return {option.name: option.default for option in commands[command].params}
+    found = {option.name: option.default for option in commands[command].params}
+    return found | {option: found[flag] for option, flag in RENAMED.get(command, {}).items()}
+
+
+def words_of(command: str, option: str) -> list[str]:
+    """The flag of `OTHER_VALUES` as this command spells it."""
+    flag, *value = OTHER_VALUES[option][0]
+    renamed = RENAMED.get(command, {}).get(option)
+    return [flag if renamed is None else f"--{renamed.replace('_', '-')}", *value]
 
 
 def started_with(monkeypatch: pytest.MonkeyPatch, command: str, *args: str) -> dict[str, Any]:
@@ -74,9 +102,8 @@ def started_with(monkeypatch: pytest.MonkeyPatch, command: str, *args: str) -> d
 
     monkeypatch.setattr(Engine, "__init__", start)
     monkeypatch.setattr("hybridkv.serve.set_up_logs", lambda log_format, level: None)
-    own = {"serve": ["--port", "0"], "generate": ["-p", "one", "-p", "two"], "chat": []}[command]
     with pytest.raises(Started) as caught:
-        run([command, "a model", *own, *args])
+        run([command, "a model", *OWN[command], *args])
     options: dict[str, Any] = caught.value.args[0]
     return options
 
@@ -94,10 +121,10 @@ def test_every_option_of_the_engine_is_a_flag(command: str) -> None:
 def test_every_flag_reaches_the_engine(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(OTHER_VALUES) == set(OPTIONS)  # a new option needs a value here
     left_out = NO_FLAG.get(command, set()) | NOT_THE_ENGINES.get(command, set())
-    given = {name: both for name, both in OTHER_VALUES.items() if name not in left_out}
-    options = started_with(monkeypatch, command, *(word for words, _ in given.values() for word in words))
-    assert {name: options[name] for name in given} == {name: value for name, (_, value) in given.items()}
-    assert all(value != OPTIONS[name] for name, (_, value) in given.items())
+    given = {name: value for name, (_, value) in OTHER_VALUES.items() if name not in left_out}
+    options = started_with(monkeypatch, command, *(word for name in given for word in words_of(command, name)))
+    assert {name: options[name] for name in given} == given
+    assert all(value != OPTIONS[name] for name, value in given.items())
 
 
 def test_commands_run_no_more_at_once_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +132,7 @@ def test_commands_run_no_more_at_once_than_they_ask_for(monkeypatch: pytest.Monk
     assert started_with(monkeypatch, "generate", "-n", "3")["max_num_seqs"] == 6
     assert started_with(monkeypatch, "generate", "-n", "3", "--max-num-seqs", "4")["max_num_seqs"] == 4
     assert started_with(monkeypatch, "chat")["max_num_seqs"] == 1
+    assert started_with(monkeypatch, "extract")["max_num_seqs"] == 2
     assert started_with(monkeypatch, "serve")["max_num_seqs"] == 256
 
 
@@ -160,9 +188,8 @@ def test_pack_sizes_beyond_the_model_are_refused(
 def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, *args: str) -> str:
     """The one line that a command says before it ends with exit code 2."""
     monkeypatch.setattr("hybridkv.serve.set_up_logs", lambda log_format, level: None)
-    own = {"serve": ["--port", "0"], "generate": ["-p", "one"], "chat": []}[command]
     capsys.readouterr()
-    assert run([command, *args, "--memory", "16MiB", "--device", "cpu", *own]) == 2
+    assert run([command, *args, "--memory", "16MiB", "--device", "cpu", *OWN[command]]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("hybridkv: error: ")

@@ -209,6 +209,8 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureF
         (["--hidden-states-dir", "/dev/null/x"], "cannot write hidden states to /dev/null/x: Not a directory"),
         (["--hidden-states-size", "0"], "--hidden-states-size 0: no hidden states would fit"),
         (["--hidden-states-ttl", "0"], "--hidden-states-ttl 0: choose 1 second or more"),
+        (["--hidden-states-size", "10GiB"], "--hidden-states-size 10GiB without --hidden-states-dir: name a directory"),
+        (["--hidden-states-ttl", "600"], "--hidden-states-ttl 600 without --hidden-states-dir: name a directory"),
         (["--shutdown-timeout", "-1"], "shutdown timeout -1 s"),
         (["--log-format", "xml"], "log format 'xml': choose text or json"),
         (["--log-level", "loud"], "log level 'loud'"),

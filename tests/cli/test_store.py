@@ -13,6 +13,7 @@ import pytest
 from hybridkv.cli.main import run
 from hybridkv.store import FileStore
 from tests.store.samples import NAMESPACE, OTHER_NAMESPACE, load, name_of, rows_of, save
+from tests.store.versions import later, plant
 
 WEIGHTS = "ab" * 16
 NAMES = [name_of(1), name_of(2), name_of(3, "state"), name_of(4, namespace=OTHER_NAMESPACE)]
@@ -115,7 +116,44 @@ def test_verify_finds_a_fault_and_deletes_only_when_asked(
     assert ask(capsys, "verify", url, "--namespace", OTHER_NAMESPACE)["corrupt"] == []
     assert "2 corrupt: --delete" in said(capsys, "verify", url, code=1)
     assert "2 corrupt, now deleted" in said(capsys, "verify", url, "--delete", code=1)
-    assert ask(capsys, "verify", url) == {"url": url, "objects": 2, "corrupt": [], "deleted": False}
+    assert ask(capsys, "verify", url) == {"url": url, "objects": 2, "corrupt": [], "unknown": [], "deleted": False}
+
+
+def test_verify_leaves_objects_of_later_versions_alone(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = {name_of(8): "version", name_of(9): "fields"}
+    with FileStore(tmp_path, 1 << 20) as store:
+        for name, kind in theirs.items():
+            plant(store, name, later(name, kind))
+    for _ in range(2):
+        record = ask(capsys, "verify", url, "--delete")
+        assert (record["objects"], record["corrupt"]) == (6, [])
+        assert {one["name"] for one in record["unknown"]} == {str(name) for name in theirs}
+        assert all(one["error"].startswith(one["name"]) for one in record["unknown"])
+    lines = said(capsys, "verify", url).splitlines()
+    assert lines[0] == "4 objects read, 0 corrupt"
+    assert lines[1].startswith("2 objects of an unknown format, left alone; one is ")
+    spoil(tmp_path, 1)
+    record = ask(capsys, "verify", url, "--delete", code=1)
+    assert ([one["name"] for one in record["corrupt"]], len(record["unknown"])) == ([str(NAMES[1])], 2)
+    assert "left alone" not in said(capsys, "verify", url, "--namespace", OTHER_NAMESPACE)
+
+
+def test_other_commands_take_objects_of_later_versions_as_they_are(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = name_of(8)
+    with FileStore(tmp_path, 1 << 20) as store:
+        plant(store, name, later(name, "version"))
+    assert ask(capsys, "stat", url)["objects"] == 5
+    shown = {one["key"]: (one["value"], one["position"]) for one in ask(capsys, "ls", url)}
+    assert shown[name.key] == (None, None)
+    assert name.key in said(capsys, "ls", url)
+    then = time.time() - 7200
+    os.utime(tmp_path / "hybridkv-v1" / "objects" / name.path, (then, then))
+    assert ask(capsys, "gc", url, "--older-than", "1h")["expired"] == 1
+    assert ask(capsys, "verify", url)["unknown"] == []
 
 
 def test_gc_removes_leftovers_and_nothing_else(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from hybridkv import Engine
 from hybridkv.cli.main import app
 from hybridkv.demo import demo_model
 from hybridkv.serve import HiddenFolder, ServeOptions, Server, make_app
+from hybridkv.units import parse_size
 from tests.serve.serving import Served, serving
 
 PAGE = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
@@ -63,7 +65,7 @@ def test_a_server_in_python_runs(demo: Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_every_option_is_listed_with_its_default() -> None:
     command: Any = typer.main.get_command(app)
     found = {
-        name: parameter.default
+        name: parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
         for parameter in command.commands["serve"].params
         for name in parameter.opts
         if name.startswith("--") and name != "--help"
@@ -76,6 +78,14 @@ def test_every_option_is_listed_with_its_default() -> None:
     assert set(listed) == set(found)
     for name, default in found.items():
         assert default in (None, False) or listed[name] == str(default), name
+
+
+def test_defaults_that_the_command_only_shows_are_those_of_the_directory() -> None:
+    command: Any = typer.main.get_command(app)
+    shown = {parameter.name: parameter.show_default for parameter in command.commands["serve"].params}
+    limits = inspect.signature(HiddenFolder).parameters
+    assert parse_size(shown["hidden_states_size"]) == limits["max_bytes"].default
+    assert float(shown["hidden_states_ttl"]) == limits["ttl_s"].default
 
 
 def test_every_endpoint_is_listed(served: Served) -> None:

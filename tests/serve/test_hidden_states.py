@@ -255,7 +255,7 @@ def test_default_layers_that_the_model_lacks(engine: Engine, folder: HiddenFolde
 
 
 def sample_bytes(served: Served, num_tokens: int = 40, num_layers: int = 3) -> int:
-    """Of the tensors of a file."""
+    """Size of the tensors of a file."""
     return num_tokens * (num_layers * served.engine.plan.model.hidden_size * 2 + 8)
 
 

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybridkv.store import MissingObject, Store, StoreError
+from hybridkv.store import MissingObject, Store, StoreError, UnknownFormat
 from tests.store.samples import NAMESPACE, OTHER_NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
+from tests.store.versions import LATER, later, plant, raw_bytes
 
 
 def views(*sizes: int) -> list[memoryview]:
@@ -261,6 +262,31 @@ class StoreConformance:
         assert (stats.objects, stats.saved, stats.opened) == (self.copies, 1, 1)
         assert stats.read_bytes == sum(ROWS)
         assert stats.saved_bytes * self.copies == stats.nbytes
+
+    @pytest.mark.parametrize("kind", LATER)
+    def test_objects_of_later_versions_are_refused_and_left_alone(self, store: Store, kind: str) -> None:
+        name, raw = name_of(1), later(name_of(1), kind)
+        plant(store, name, raw)
+        save(store, name_of(2))
+        for number in (1, 2):
+            with pytest.raises(UnknownFormat, match=rf"{name.key}: its .* reads version 1.*; upgrade hybridkv"):
+                store.open(name)
+            assert store.stats.unknown == number * self.copies
+        assert store.lookup([name]) == [True]
+        assert store.create(name, ROWS, value=1, position=0) is None
+        assert {stored.name for stored in store.objects(headers=True)} == {name, name_of(2)}
+        assert store.collect().files == 0
+        assert load(store, name_of(2)) == rows_of(name_of(2))
+        assert raw_bytes(store, name) == raw
+        assert (store.stats.corrupt, store.stats.faults, store.stats.opened) == (0, 0, 1)
+
+    @pytest.mark.parametrize("kind", LATER)
+    def test_objects_of_later_versions_can_be_removed(self, store: Store, kind: str) -> None:
+        for number in (1, 2):
+            plant(store, name_of(number), later(name_of(number), kind))
+        assert store.delete([name_of(1)]) == 1
+        assert store.shrink(0) == self.copies
+        assert (store.stats.objects, store.stats.nbytes) == (0, 0)
 
     def test_closing_twice_is_harmless(self, store: Store) -> None:
         save(store, name_of(1))

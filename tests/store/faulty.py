@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hybridkv.store import MissingObject, ObjectName, Stored, StoreFault, Writer
+from hybridkv.store import MissingObject, ObjectName, Stored, StoreFault, UnknownFormat, Writer
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.objects import layout
@@ -176,7 +176,10 @@ class FaultyBlob(Blob):
         self._blobs = blobs
         self._name = name
         self._blob = blob
-        self._offsets = [row.offset for row in header_of(name, blob).rows]
+        try:
+            self._offsets = [row.offset for row in header_of(name, blob).rows]
+        except UnknownFormat:  # the store refuses it; no row of it is ever read
+            self._offsets = []
 
     def read_at(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> int:
         group = self._name.group
@@ -207,7 +210,7 @@ class FaultyPendingBlob(PendingBlob):
         self._pending_blob = pending
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        row = bisect_right(self._blobs.offsets[self._name], offset) - 1
+        row = bisect_right(self._blobs.offsets.get(self._name, ()), offset) - 1
         if row >= 0:
             slow = self._blobs.strikes(Kind.SLOW_WRITE, self._name.group, row)
             if slow is not None:

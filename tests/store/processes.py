@@ -14,15 +14,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybridkv.store import FileStore, MissingObject, StoreFault
 from hybridkv.store.file.blobs import FileBlobs
+from tests.processes import die_at_call, fork
 from tests.store.samples import load, name_of, rows_of, save
 
 ROWS = (6000, 300_000)
@@ -30,18 +29,6 @@ SIZE = 4 << 20
 KILLS = int(os.environ.get("HYBRIDKV_KILLS", "60"))
 """ "kill-at-random" kills so many."""
 CALLS = ("open", "ftruncate", "pwritev", "pwrite", "rename", "unlink", "mkdir", "close", "fdatasync")
-
-
-def fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    os._exit(0)
 
 
 def check(directory: Path) -> int:
@@ -81,20 +68,7 @@ def kill_at_call(directory: Path) -> None:
 
 
 def die_at(directory: Path, number: int, when: str) -> None:
-    left = [number]
-
-    def deadly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **options)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    for name in CALLS:
-        setattr(os, name, partial(deadly, getattr(os, name)))
-    write_some(directory, number * 2 + (when == "after"), 2, sync=True)
+    die_at_call(CALLS, number, when, partial(write_some, directory, number * 2 + (when == "after"), 2, sync=True))
 
 
 def kill_at_random(directory: Path) -> None:
@@ -156,7 +130,11 @@ def work_among_others(directory: Path, number: int) -> None:
 
 def delete_under(directory: Path) -> None:
     """The directory is deleted again and again while several processes work in it: they go on in the next one."""
-    workers = [fork(partial(work_on_sand, directory, number)) for number in range(3)]
+    opened, tell = os.pipe()
+    workers = [fork(partial(work_on_sand, directory, number, tell)) for number in range(3)]
+    os.close(tell)
+    for _ in workers:
+        assert os.read(opened, 1), "a worker could not open the store"
     while workers:
         time.sleep(0.02)
         shutil.rmtree(directory, ignore_errors=True)
@@ -170,10 +148,12 @@ def delete_under(directory: Path) -> None:
     assert check(directory) >= 3
 
 
-def work_on_sand(directory: Path, number: int) -> None:
+def work_on_sand(directory: Path, number: int, tell: int) -> None:
+    """Write one byte to `tell` once the store is open: a directory that disappears before is an error of `open`."""
     source = random.Random(number)
     faults = saved = 0
     with FileStore(directory, SIZE) as store:
+        os.write(tell, b".")
         num_files = len(os.listdir("/proc/self/fd"))
         for _ in range(300):
             name = name_of(source.randrange(40))

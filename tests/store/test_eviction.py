@@ -8,7 +8,9 @@ from tests.store.samples import name_of
 NOW = 1_000_000.0
 
 
-def candidate(number: int, age: float = 100, value: float = 1, position: int = 0, group: str = "full") -> Evictable:
+def candidate(
+    number: int, age: float = 100, value: float | None = 1, position: int = 0, group: str = "full"
+) -> Evictable:
     return Evictable(name_of(number, group), 10, NOW - age, value, position)
 
 
@@ -43,6 +45,28 @@ def test_of_the_same_age_and_depth_the_least_valuable_goes_first() -> None:
 
 def test_worthless_and_future_objects_have_a_place_too() -> None:
     assert order(candidate(0, age=-50), candidate(1, value=0, group="state"))[0] == 1
+
+
+def test_unknown_values_count_as_the_mean_of_their_group() -> None:
+    states = [candidate(number, value=50, group="state") for number in (0, 1)]
+    assert order(candidate(2, value=None), candidate(3, value=None, group="state"), *states, candidate(4)) == [
+        0,
+        4,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_unknown_objects_go_by_age_where_all_of_their_group_are_unknown() -> None:
+    known = [candidate(number, age=100, value=8) for number in (0, 1)]
+    for age, first in ((1000, True), (10, False)):
+        found = order(*known, candidate(2, age=age, value=None, group="later"))
+        assert found == ([2, 0, 1] if first else [0, 1, 2])
+
+
+def test_unknown_objects_alone_go_by_age() -> None:
+    assert order(*(candidate(number, age=age, value=None) for number, age in enumerate((10, 1000, 1010)))) == [2, 1, 0]
 
 
 def test_as_many_go_as_are_needed() -> None:

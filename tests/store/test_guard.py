@@ -7,11 +7,21 @@ from dataclasses import fields
 
 import pytest
 
-from hybridkv.store import CorruptObject, Guarded, MemoryStore, MissingObject, Store, StoreFault, StoreStats
+from hybridkv.store import (
+    CorruptObject,
+    Guarded,
+    MemoryStore,
+    MissingObject,
+    Store,
+    StoreFault,
+    StoreStats,
+    UnknownFormat,
+)
 from hybridkv.store.blobs import Usage
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
+from tests.store.versions import LATER, later, plant
 
 NAMES = [name_of(number) for number in range(3)]
 
@@ -164,6 +174,22 @@ def test_missing_and_corrupt_objects_are_no_fault(kind: Kind, error: type[Except
     assert save(guard, NAMES[1])
     assert guard.lookup(NAMES[1:2]) == [True]
     assert guard.stats.skipped == 0
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_objects_of_later_versions_are_no_fault(kind: str) -> None:
+    """They do not open the breaker, and end a trial as well as any answer."""
+    guard, faulty, clock = guarded(Fault(Kind.FAIL_OPEN, times=1))
+    plant(faulty.store, NAMES[1], later(NAMES[1], kind))
+    with pytest.raises(StoreFault):
+        guard.open(NAMES[1])
+    clock.now += 1
+    for _ in range(3):
+        assert guard.lookup(NAMES) == [True, True, False]
+        with pytest.raises(UnknownFormat):
+            guard.open(NAMES[1])
+    assert load(guard, NAMES[0]) == rows_of(NAMES[0])
+    assert (guard.stats.skipped, guard.stats.faults) == (0, 1)
 
 
 def test_fault_while_describing_and_touching_is_no_trouble_for_callers() -> None:

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from hybridkv.store import CorruptObject, Header, ObjectName, StoredRow, StoreError
+from hybridkv.store import CorruptObject, Header, ObjectName, StoredRow, StoreError, UnknownFormat
 from hybridkv.store.objects import MOST_HEADER_BYTES, MOST_OBJECT_BYTES, MOST_ROWS, encode_header, layout, read_header
 from tests.store.samples import NAMESPACE, name_of
+from tests.store.versions import written_by_hand
 
 NAME = name_of(1)
 SIZES = (5000, 1, 4096)
+VERSION_BYTES = range(8, 12)
 
 
 def header_of(name: ObjectName = NAME, sizes: tuple[int, ...] = SIZES, value: float = 2.5) -> Header:
@@ -39,8 +41,10 @@ def sealed(raw: bytes) -> bytes:
     return raw + struct.pack("<Q", xxh3_64_intdigest(raw))
 
 
-def check_refused(raw: bytes, nbytes: int | None = None) -> None:
-    with pytest.raises(CorruptObject, match=NAME.key):
+def check_refused(
+    raw: bytes, nbytes: int | None = None, kind: type[StoreError] | tuple[type[StoreError], ...] = CorruptObject
+) -> None:
+    with pytest.raises(kind, match=NAME.key):
         read_header(NAME, len(raw) if nbytes is None else nbytes, reader_of(raw))
 
 
@@ -76,7 +80,7 @@ def test_no_bit_of_a_header_can_be_flipped(data: st.DataObject) -> None:
     raw = bytearray(blob_of(header_of()))
     bit = data.draw(st.integers(0, len(encode_header(header_of())) * 8 - 1))
     raw[bit // 8] ^= 1 << bit % 8
-    check_refused(bytes(raw))
+    check_refused(bytes(raw), kind=UnknownFormat if bit // 8 in VERSION_BYTES else CorruptObject)
 
 
 @given(st.data())
@@ -98,7 +102,8 @@ def test_forged_headers_with_right_checksums_are_refused(
 ) -> None:
     fields = struct.pack("<16s32sdQIH", bytes.fromhex(NAMESPACE), bytes.fromhex(NAME.key), 1.0, 0, count, letters)
     table = b"".join(struct.pack("<QQQ", *row) for row in rows)
-    check_refused(sealed(struct.pack("<8sII", b"hybridkv", 1, length) + fields + b"full" + table), nbytes)
+    raw = sealed(struct.pack("<8sII", b"hybridkv", 1, length) + fields + b"full" + table)
+    check_refused(raw, nbytes, kind=(CorruptObject, UnknownFormat))
 
 
 def forged(**changes: object) -> bytes:
@@ -118,7 +123,6 @@ def test_the_forger_knows_the_format() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": 2},
         {"value": float("nan")},
         {"value": float("inf")},
         {"value": -1.0},
@@ -140,9 +144,41 @@ def test_one_wrong_field_is_enough(changes: dict[str, object]) -> None:
     check_refused(forged(**changes), 4106)
 
 
-def test_another_version_says_so() -> None:
-    with pytest.raises(CorruptObject, match="version 2, this program reads version 1"):
-        read_header(NAME, 4106, reader_of(forged(version=2)))
+@pytest.mark.parametrize("version", [0, 2, 2**32 - 1])
+def test_another_version_is_no_damage_and_says_so(version: int) -> None:
+    with pytest.raises(UnknownFormat, match=f"version {version}, this program reads version 1; upgrade"):
+        read_header(NAME, 4106, reader_of(forged(version=version)))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_may_follow_another_version(raw: bytes) -> None:
+    check_refused(struct.pack("<8sII", b"hybridkv", 2, 0) + raw, kind=UnknownFormat)
+
+
+@given(st.binary(min_size=1, max_size=5000))
+def test_fields_that_were_added_are_no_damage_and_are_counted(fields: bytes) -> None:
+    raw = written_by_hand(NAME, fields=fields)
+    with pytest.raises(UnknownFormat, match=f"header has {len(fields):,} bytes of unknown fields"):
+        read_header(NAME, len(raw), reader_of(raw))
+
+
+@given(st.data())
+def test_damage_to_added_fields_is_damage(data: st.DataObject) -> None:
+    raw = bytearray(written_by_hand(NAME, fields=b"added later"))
+    bit = data.draw(st.integers(0, 16 + 70 + 4 + 4 * 24 + 11 + 8 - 1)) * 8 + data.draw(st.integers(0, 7))
+    raw[bit // 8] ^= 1 << bit % 8
+    check_refused(bytes(raw), kind=UnknownFormat if bit // 8 in VERSION_BYTES else CorruptObject)
+
+
+@pytest.mark.parametrize("count", [0, 2, MOST_ROWS + 1])
+def test_added_fields_do_not_excuse_a_wrong_number_of_rows(count: int) -> None:
+    check_refused(forged(count=count), 4106)
+
+
+def test_an_object_of_a_later_version_under_another_name_is_noticed() -> None:
+    raw = written_by_hand(name_of(2), fields=b"added later")
+    with pytest.raises(CorruptObject, match="another object"):
+        read_header(NAME, len(raw), reader_of(raw))
 
 
 def test_an_object_under_another_name_is_noticed() -> None:

@@ -20,11 +20,13 @@ from hybridkv.store import (
     StoreFault,
     Tier,
     TieredStore,
+    UnknownFormat,
     WritePolicy,
 )
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
+from tests.store.versions import LATER, later, plant, raw_bytes
 
 ONE = 8192
 NAMES = [name_of(number) for number in range(12)]
@@ -260,6 +262,49 @@ def test_fault_in_all_tiers_is_told() -> None:
     assert store.stats.corrupt == 2
     with pytest.raises(MissingObject):
         store.open(NAMES[0])
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_an_object_of_a_later_version_above_is_made_good_from_below(kind: str) -> None:
+    above, below, store = pair()
+    raw = later(NAMES[0], kind)
+    plant(above, NAMES[0], raw)
+    save(below, NAMES[0])
+    for _ in range(2):
+        assert load(store, NAMES[0]) == rows_of(NAMES[0])
+        store.drain()
+    assert (store.stats.unknown, store.stats.promoted) == (2, 0)
+    assert raw_bytes(above, NAMES[0]) == raw
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_object_of_a_later_version_is_named_where_no_other_tier_has_one(level: int) -> None:
+    above, below, store = pair()
+    plant((above, below)[level], NAMES[0], later(NAMES[0], "version"))
+    with pytest.raises(UnknownFormat):
+        store.open(NAMES[0])
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_write_back_leaves_objects_of_later_versions_where_they_are(tmp_path: Path, kind: str) -> None:
+    above, below = FileStore(tmp_path, 1 << 20), MemoryStore(1 << 20)
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)])
+    raw = later(NAMES[0], kind)
+    plant(above, NAMES[0], raw)
+    store.close()
+    with FileStore(tmp_path, 1 << 20) as above:
+        assert raw_bytes(above, NAMES[0]) == raw
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_an_evicted_object_of_a_later_version_is_not_copied_down(kind: str) -> None:
+    above, below, store = pair(write=WritePolicy.BACK)
+    plant(above, NAMES[0], later(NAMES[0], kind))
+    save(store, NAMES[1])
+    above.shrink(0)
+    store.drain()
+    assert (above.stats.objects, above.stats.faults) == (0, 0)
+    assert below.lookup(NAMES[:2]) == [False, True]
 
 
 @pytest.mark.parametrize("kind", [Kind.FAIL_WRITE, Kind.FAIL_COMMIT])

@@ -12,13 +12,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hybridkv import taps
 from hybridkv.taps import TapFolder
+from tests.processes import die_at_call, fork
 from tests.taps.samples import fill, is_right
 
 SAMPLES = 6
@@ -26,18 +25,6 @@ SHARD_BYTES = 15_000
 KILLS = int(os.environ.get("HYBRIDKV_KILLS", "20"))
 """ "kill-at-random" kills so many."""
 CALLS = ("open", "pwritev", "rename", "unlink", "close", "fdatasync", "fsync")
-
-
-def fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    os._exit(0)
 
 
 def check(directory: Path) -> int:
@@ -76,20 +63,7 @@ def complete(place: Path, before: int) -> None:
 
 
 def die_at(directory: Path, number: int, when: str) -> None:
-    left = [number]
-
-    def deadly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **options)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    for name in CALLS:
-        setattr(os, name, partial(deadly, getattr(os, name)))
-    fill(directory, SAMPLES, shard_bytes=SHARD_BYTES)
+    die_at_call(CALLS, number, when, partial(fill, directory, SAMPLES, shard_bytes=SHARD_BYTES))
 
 
 def kill_at_random(directory: Path) -> None:

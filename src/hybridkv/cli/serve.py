@@ -71,10 +71,15 @@ def serve_command(
             "lacks hidden_states.",
         ),
     ] = None,
-    hidden_states_size: Annotated[str, typer.Option(help="Size of all files of hidden states, at most.")] = "10GiB",
+    hidden_states_size: Annotated[
+        str | None, typer.Option(help="Size of all files of hidden states, at most.", show_default="10GiB")
+    ] = None,
     hidden_states_ttl: Annotated[
-        int, typer.Option(help="Seconds after which a file of hidden states is removed that was not read.")
-    ] = 600,
+        int | None,
+        typer.Option(
+            help="Seconds after which a file of hidden states is removed that was not read.", show_default="600"
+        ),
+    ] = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     *,
@@ -171,14 +176,23 @@ def _hidden_layers(layers: str | None, directory: Path | None) -> tuple[int | st
     return tuple(parse_layers("--hidden-layers", layers))
 
 
-def _hidden_folder(serve: Any, directory: Path | None, size: str, ttl_s: int) -> Any:
-    """The directory, made before the model is loaded."""
-    max_bytes = parse_size(size)
-    if max_bytes < 1:
-        raise InputError(f"--hidden-states-size {size}: no hidden states would fit; choose more, such as 10GiB")
-    if ttl_s < 1:
-        raise InputError(f"--hidden-states-ttl {ttl_s}: choose 1 second or more")
-    return None if directory is None else serve.HiddenFolder(directory, max_bytes=max_bytes, ttl_s=ttl_s)
+def _hidden_folder(serve: Any, directory: Path | None, size: str | None, ttl_s: int | None) -> Any:
+    """The directory, made before the model is loaded. Its class has the defaults of its limits."""
+    limits: dict[str, int] = {}
+    if size is not None:
+        limits["max_bytes"] = parse_size(size)
+        if limits["max_bytes"] < 1:
+            raise InputError(f"--hidden-states-size {size}: no hidden states would fit; choose more, such as 10GiB")
+    if ttl_s is not None:
+        limits["ttl_s"] = ttl_s
+        if ttl_s < 1:
+            raise InputError(f"--hidden-states-ttl {ttl_s}: choose 1 second or more")
+    if directory is not None:
+        return serve.HiddenFolder(directory, **limits)
+    if limits:
+        given = f"--hidden-states-size {size}" if size is not None else f"--hidden-states-ttl {ttl_s}"
+        raise InputError(f"{given} without --hidden-states-dir: name a directory to write hidden states to")
+    return None
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:

@@ -16,7 +16,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from hybridkv.cli.store_tables import listing_tables, stat_tables
 from hybridkv.cli.tables import console, write
 from hybridkv.errors import InputError
-from hybridkv.store import CorruptObject, MissingObject, ObjectName, Store, Stored, inspect_store
+from hybridkv.store import (
+    CorruptObject,
+    MissingObject,
+    ObjectName,
+    Store,
+    Stored,
+    StoreError,
+    UnknownFormat,
+    inspect_store,
+)
 from hybridkv.units import format_bytes, parse_size
 
 store_app = typer.Typer(
@@ -74,27 +83,27 @@ def verify_command(
     delete: Annotated[bool, typer.Option("--delete", help="Remove what is corrupt.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every row of every object. Exit code 1 if something is corrupt."""
+    """Read every row of every object. Exit code 1 if something is corrupt.
+
+    Objects of a later version of hybridkv are counted and left alone.
+    """
     with inspect_store(url) as store:
         stored = list(store.objects(namespace, group))
-        corrupt = {}
-        with _progress() as bar:
-            task = bar.add_task("verify", total=sum(one.nbytes for one in stored))
-            for one in stored:
-                trouble = _verify(store, one.name)
-                if trouble is not None:
-                    corrupt[one.name] = trouble
-                bar.advance(task, one.nbytes)
+        troubles = _verify_all(store, stored)
+        corrupt = {name: str(trouble) for name, trouble in troubles.items() if isinstance(trouble, CorruptObject)}
+        unknown = {name: str(trouble) for name, trouble in troubles.items() if isinstance(trouble, UnknownFormat)}
         if delete:
             store.delete(list(corrupt))
     if as_json:
-        bad = [{"name": str(name), "error": trouble} for name, trouble in corrupt.items()]
-        write(json.dumps({"url": url, "objects": len(stored), "corrupt": bad, "deleted": delete}, indent=2))
+        found = {"corrupt": _trouble_records(corrupt), "unknown": _trouble_records(unknown)}
+        write(json.dumps({"url": url, "objects": len(stored), **found, "deleted": delete}, indent=2))
     else:
-        for trouble in corrupt.values():
-            write(trouble)
+        for text in corrupt.values():
+            write(text)
         end = "" if not corrupt else ", now deleted" if delete else ": --delete removes them"
-        write(f"{len(stored):,} objects read, {len(corrupt):,} corrupt{end}")
+        write(f"{len(stored) - len(unknown):,} objects read, {len(corrupt):,} corrupt{end}")
+        if unknown:
+            write(f"{len(unknown):,} objects of an unknown format, left alone; one is {min(unknown.values())}")
     if corrupt:
         raise typer.Exit(1)
 
@@ -133,8 +142,20 @@ def gc_command(
         )
 
 
-def _verify(store: Store, name: ObjectName) -> str | None:
-    """What is wrong with it; an object that goes meanwhile is fine."""
+def _verify_all(store: Store, stored: list[Stored]) -> dict[ObjectName, StoreError]:
+    troubles = {}
+    with _progress() as bar:
+        task = bar.add_task("verify", total=sum(one.nbytes for one in stored))
+        for one in stored:
+            trouble = _verify(store, one.name)
+            if trouble is not None:
+                troubles[one.name] = trouble
+            bar.advance(task, one.nbytes)
+    return troubles
+
+
+def _verify(store: Store, name: ObjectName) -> StoreError | None:
+    """The error that reading the object raises. An object that is deleted meanwhile is fine."""
     try:
         with store.open(name) as reader:
             buffer = memoryview(bytearray(max(row.nbytes for row in reader.header.rows)))
@@ -142,9 +163,13 @@ def _verify(store: Store, name: ObjectName) -> str | None:
                 reader.read(number, [buffer[: row.nbytes]])
     except MissingObject:
         return None
-    except CorruptObject as error:
-        return str(error)
+    except (CorruptObject, UnknownFormat) as error:
+        return error
     return None
+
+
+def _trouble_records(troubles: dict[ObjectName, str]) -> list[dict[str, str]]:
+    return [{"name": str(name), "error": text} for name, text in troubles.items()]
 
 
 def _stat_record(url: str, stored: list[Stored], about: dict[str, dict[str, str]]) -> dict[str, object]:

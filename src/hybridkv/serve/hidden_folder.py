@@ -1,4 +1,4 @@
-"""The directory that the server writes hidden states to: names, space, locks, and the end of files that nobody read.
+"""The directory that the server writes hidden states to: names, space, locks, and removal of files that expired.
 
     hidden_<32 hex digits>.safetensors         one request's sample; its reader deletes it
     hidden_<32 hex digits>.safetensors.lock    locked (flock) while the sample is written; its reader deletes it
@@ -26,7 +26,7 @@ from hybridkv.taps.tensors import bytes_per_token, encode
 from hybridkv.units import format_bytes
 
 DTYPE = "bf16"
-"""Of the files: what trainers of draft models read."""
+"""Type of the tensors in files. Trainers of draft models read it."""
 _MODE = 0o600
 _HEADER_BYTES = 1024
 """Room for the header of a file; it has about 400 bytes."""
@@ -143,7 +143,7 @@ class HiddenFolder:
         return found
 
     def _statuses(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Of each file of ours, with the name of its sample."""
+        """Yields the name of the sample and the status of each file that belongs to a sample."""
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:

@@ -64,6 +64,7 @@ _STORE_COUNTERS = {
     "evicted": "Objects that had to go",
     "dropped": "Objects that found no room, or no time",
     "corrupt": "Objects that were not what had been written",
+    "unknown": "Times an object was not read because a later version of hybridkv had written it",
     "faults": "Times the store itself failed",
     "skipped": "Names not looked up and objects not written while the store rested after a fault",
     "promoted": "Objects copied to a faster tier",

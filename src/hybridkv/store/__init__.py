@@ -1,6 +1,6 @@
 """Stores of cache rows outside the arena: in memory, on disk. They know bytes and names; no tensors, no requests."""
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError, UnknownFormat
 from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
@@ -31,6 +31,7 @@ __all__ = [
     "StoredRow",
     "Tier",
     "TieredStore",
+    "UnknownFormat",
     "WritePolicy",
     "Writer",
     "inspect_store",

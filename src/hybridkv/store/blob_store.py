@@ -11,7 +11,7 @@ from threading import Lock
 
 from xxhash import xxh3_64
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreFault, StoreInputError
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault, StoreInputError, UnknownFormat
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
 from hybridkv.store.counters import Counters
@@ -25,10 +25,10 @@ logger = logging.getLogger("hybridkv.store")
 
 
 class BlobStore(Store):
-    """Keeps counters, and deletes corrupt objects."""
+    """Keeps counters, and deletes corrupt objects. Objects of an unknown format are left alone."""
 
     keeps_corrupt = False
-    """True for inspection tools: corrupt objects are not deleted."""
+    """True for inspection tools: corrupt objects are not deleted, and nothing is logged about objects."""
 
     def __init__(self, blobs: Blobs) -> None:
         self.blobs = blobs
@@ -53,6 +53,10 @@ class BlobStore(Store):
             except CorruptObject as error:
                 blob.close()
                 self.drop_corrupt(name, error)
+                raise
+            except UnknownFormat as error:
+                blob.close()
+                self._count_unknown(error)
                 raise
             except BaseException:
                 blob.close()
@@ -125,7 +129,7 @@ class BlobStore(Store):
         def evicted(name: ObjectName, blob: Blob) -> None:
             try:
                 header = header_of(name, blob)
-            except (CorruptObject, StoreFault):
+            except (CorruptObject, UnknownFormat, StoreFault):
                 blob.close()
                 return
             assert hook is not None
@@ -143,20 +147,27 @@ class BlobStore(Store):
             count = stats.corrupt
         if self.keeps_corrupt:
             return
-        if count & (count - 1) == 0:  # log the 1st, 2nd, 4th, 8th ...: a failing disk has thousands
+        if _is_logged(count):
             logger.warning("%s; it is deleted (corrupt objects so far: %d)", error, count)
         with suppress(StoreFault), self.counters.faults():
             self.blobs.delete([name])
 
+    def _count_unknown(self, error: UnknownFormat) -> None:
+        with self.counters as stats:
+            stats.unknown += 1
+            count = stats.unknown
+        if _is_logged(count) and not self.keeps_corrupt:
+            logger.warning("%s; it is left alone (objects of an unknown format so far: %d)", error, count)
+
     def _with_header(self, stored: Stored) -> Stored:
-        """Add value and position. An entry whose header is missing or corrupt is returned as it is."""
+        """Add value and position. An entry whose header cannot be read is returned as it is."""
         try:
             blob = self.blobs.open(stored.name)
             try:
                 header = header_of(stored.name, blob)
             finally:
                 blob.close()
-        except (MissingObject, CorruptObject):
+        except (MissingObject, CorruptObject, UnknownFormat):
             return stored
         return stored._replace(value=header.value, position=header.position)
 
@@ -262,6 +273,11 @@ class BlobWriter(Writer):
     def _end(self) -> None:
         if not self._committed:
             self._pending_blob.discard()
+
+
+def _is_logged(count: int) -> bool:
+    """True for the 1st, 2nd, 4th, 8th ...: a failing disk has thousands of bad objects."""
+    return count & (count - 1) == 0
 
 
 def _check_row(name: ObjectName, row: int, count: int) -> int:

@@ -102,7 +102,7 @@ class Blobs(ABC):
 
 
 def header_of(name: ObjectName, blob: Blob) -> Header:
-    """Read the header of a blob. Raises CorruptObject if the blob is not a valid object."""
+    """Read the header of a blob. Raises CorruptObject or UnknownFormat if the blob is no object that can be read."""
 
     def read(offset: int, length: int) -> bytes:
         raw = bytearray(length)

@@ -4,6 +4,8 @@ An object's benefit is the compute it saves per byte times its probability of re
 proportional to its age. So objects are ranked by age divided by value, in buckets of powers of two; the largest is
 evicted first. The value is the mean of the object's group. Within a bucket the deepest objects (largest `position`) are
 evicted first: later objects of a prefix are useless without the earlier ones.
+
+The value of an object of an unknown format is unknown: only its age counts.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from hybridkv.store.names import ObjectName
@@ -28,27 +31,36 @@ class Evictable(NamedTuple):
     name: ObjectName
     nbytes: int
     used_at: float
-    value: float
+    value: float | None
+    """None: not known. The object counts as a mean one of its group; if all of its group are unknown, of all groups."""
     position: int
 
 
 def ranked(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
     """Sort candidates in eviction order, first to evict first."""
-    means = _mean_values(candidates)
+    means, overall = _mean_values(candidates)
 
     def key(one: Evictable) -> tuple[int, int, float, float]:
-        worth = max(means[one.name.namespace, one.name.group], 1e-300)
+        mean = means.get((one.name.namespace, one.name.group), overall)
         age = max(now - one.used_at, _YOUNGEST_S)
-        return -math.floor(math.log2(age) - math.log2(worth)), -one.position, one.value, one.used_at
+        bucket = math.floor(math.log2(age) - math.log2(max(mean, 1e-300)))
+        return -bucket, -one.position, mean if one.value is None else one.value, one.used_at
 
     return sorted(candidates, key=key)
 
 
-def _mean_values(candidates: Sequence[Evictable]) -> dict[tuple[str, str], float]:
+def _mean_values(candidates: Sequence[Evictable]) -> tuple[dict[tuple[str, str], float], float]:
+    """Mean value by group, and of all candidates together."""
     values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for one in candidates:
-        values[one.name.namespace, one.name.group].append(min(one.value, _LARGEST_VALUE))
-    return {group: math.fsum(found) / len(found) for group, found in values.items()}
+        if one.value is not None:
+            values[one.name.namespace, one.name.group].append(min(one.value, _LARGEST_VALUE))
+    return {group: _mean(found) for group, found in values.items()}, _mean(list(chain(*values.values())))
+
+
+def _mean(values: Sequence[float]) -> float:
+    """1 without values: any number would do, since all candidates then count the same."""
+    return math.fsum(values) / len(values) if values else 1.0
 
 
 def chosen(order: Sequence[Evictable], nbytes: int) -> list[Evictable]:

@@ -2,7 +2,7 @@
 
 After a fault the store is skipped: lookups return False and nothing is written. The backoff is 1 s, doubled up to 60 s;
 after each backoff one trial call is let through. Reads and writes have separate breakers: a full disk can still be
-read. Missing and corrupt objects are not faults.
+read. Objects that are missing, corrupt or of an unknown format are not faults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreFault
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault, UnknownFormat
 from hybridkv.store.breaker import Breaker
 from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName
@@ -118,7 +118,7 @@ class Guarded(Store):
         except StoreFault as error:
             breaker.fail(reach, error)
             raise
-        except (MissingObject, CorruptObject):
+        except (MissingObject, CorruptObject, UnknownFormat):
             breaker.succeed(reach)
             raise
         breaker.succeed(reach)

@@ -5,6 +5,11 @@
 
 All numbers are little-endian. Bytes read from a store are untrusted: every length is checked against hard limits and
 the real size before anything is allocated. Rows must lie exactly where `layout` puts rows of these lengths.
+
+Several versions of hybridkv may share a store. A later version raises the version number, or adds fields between the
+table of rows and the checksum. `read_header` raises UnknownFormat for both, which is not CorruptObject: such an object
+must not be deleted. The layout of another version is unknown, so its checksum cannot be verified: damage to the version
+number alone also raises UnknownFormat.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from hybridkv.errors import CorruptObject, StoreError, StoreInputError
+from hybridkv.errors import CorruptObject, StoreError, StoreInputError, UnknownFormat
 from hybridkv.store.names import MOST_GROUP_LETTERS, ObjectName
 
 MAGIC = b"hybridkv"
@@ -97,7 +102,10 @@ def encode_header(header: Header) -> bytes:
 
 
 def read_header(name: ObjectName, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """Read the header of an object of `nbytes` bytes. `read(offset, length)` may return fewer bytes than asked for."""
+    """Read the header of an object of `nbytes` bytes. Raises CorruptObject or UnknownFormat.
+
+    `read(offset, length)` may return fewer bytes than asked for.
+    """
     start = read(0, min(nbytes, ROW_ALIGNMENT))
     length = _header_length(name, nbytes, start)
     raw = start[:length]
@@ -120,7 +128,7 @@ def _header_length(name: ObjectName, nbytes: int, start: bytes) -> int:
     if magic != MAGIC:
         raise CorruptObject(f"{name}: it is no object of hybridkv")
     if version != VERSION:
-        raise CorruptObject(f"{name}: its format is version {version}, this program reads version {VERSION}")
+        raise _unknown(name, f"its format is version {version}, this program reads version {VERSION}")
     if not _header_bytes(1, 1) <= length <= min(MOST_HEADER_BYTES, nbytes):
         raise CorruptObject(f"{name}: a header of {length:,} bytes in an object of {nbytes:,}")
     return int(length)
@@ -129,11 +137,15 @@ def _header_length(name: ObjectName, nbytes: int, start: bytes) -> int:
 def _decode(name: ObjectName, raw: bytes) -> Header:
     """Decode and check every field: a correct checksum does not show who wrote the header."""
     namespace, key, value, position, count, letters = _FIELDS.unpack_from(raw, _START.size)
-    if not 1 <= count <= MOST_ROWS or len(raw) != _header_bytes(letters, count):
+    num_unknown = len(raw) - _header_bytes(letters, count)
+    if not 1 <= count <= MOST_ROWS or num_unknown < 0:
         raise CorruptObject(f"{name}: {count:,} rows in a header of {len(raw):,} bytes")
     begin = _START.size + _FIELDS.size
     if (namespace.hex(), raw[begin : begin + letters], key.hex()) != (name.namespace, name.group.encode(), name.key):
         raise CorruptObject(f"{name}: another object lies under this name")
+    if num_unknown:
+        known = f"this program reads version {VERSION} without them"
+        raise _unknown(name, f"its header has {num_unknown:,} bytes of unknown fields, {known}")
     if not math.isfinite(value) or value < 0:
         raise CorruptObject(f"{name}: a value of {value}")
     rows = tuple(StoredRow(*fields) for fields in _ROW.iter_unpack(raw[begin + letters : -_CHECKSUM.size]))
@@ -144,6 +156,12 @@ def _decode(name: ObjectName, raw: bytes) -> Header:
     if any(row.offset != offset for row, offset in zip(rows, offsets, strict=True)):
         raise CorruptObject(f"{name}: its rows do not lie where rows of their lengths begin")
     return Header(name, value, position, rows)
+
+
+def _unknown(name: ObjectName, reason: str) -> UnknownFormat:
+    return UnknownFormat(
+        f"{name}: {reason}; upgrade hybridkv, use another store, or remove old objects with 'hybridkv store gc'"
+    )
 
 
 def _header_bytes(letters: int, rows: int) -> int:

@@ -1,7 +1,7 @@
 """Interface of stores.
 
 All methods block and may be called from any thread; stores start no threads for their callers. An object that a lookup
-found may be missing or corrupt when it is read: every byte is checked then, and the read raises.
+found may be missing, corrupt or of an unknown format when it is read: every byte is checked then, and the read raises.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class StoreStats:
     promoted: int = 0
     """Objects copied to a faster tier."""
     corrupt: int = 0
+    unknown: int = 0
+    """Times that an object was not opened because a later version of hybridkv has written it."""
     faults: int = 0
     skipped: int = 0
     """Names and objects not looked up, read or written while the circuit breaker was open."""
@@ -114,7 +116,10 @@ EvictionHook = Callable[[Reader], None]
 
 
 class Store(ABC):
-    """Objects by name. A corrupt object is deleted when a read detects it, and is missing from then on."""
+    """Objects by name. A corrupt object is deleted when a read detects it, and is missing from then on.
+
+    An object of an unknown format exists for `lookup`, and `open` refuses it. Only `delete` and eviction remove it.
+    """
 
     @abstractmethod
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -122,7 +127,7 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, name: ObjectName) -> Reader:
-        """Open an object. Raises MissingObject, CorruptObject or StoreFault."""
+        """Open an object. Raises MissingObject, CorruptObject, UnknownFormat or StoreFault."""
 
     @abstractmethod
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hybridkv.cache import Role
 from hybridkv.errors import StoreError
-from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, StoreFault
+from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, StoreFault, UnknownFormat
 from hybridkv.stream.boxes import Span
 from hybridkv.stream.catalogue import Catalogue, Stretch
 from hybridkv.stream.form import Chunk, Run, StoredGroup
@@ -81,14 +81,14 @@ class _Source:
 
     def _open(self) -> list[tuple[Run, Reader]]:
         """Open the objects of the first way that is there."""
-        missing: MissingObject | None = None
+        missing: MissingObject | UnknownFormat | None = None
         for way in self._ways:
             needed = [(run, name) for run, name in way if _overlap(run.slices(self.group.slices), self._held)]
             readers: list[tuple[Run, Reader]] = []
             try:
                 for run, name in needed:
                     readers.append((run, self._open_one(run, name)))
-            except MissingObject as error:
+            except (MissingObject, UnknownFormat) as error:
                 _close(readers)
                 missing = missing or error
             except BaseException:
@@ -162,7 +162,7 @@ class Load:
         self.seconds = 0.0
         """Time from the start of the load to its last row so far."""
         self.failure: str | None = None
-        """Reason of the first failure: missing, corrupt, fault, error, timeout or aborted."""
+        """Reason of the first failure: missing, corrupt, unknown, fault, error, timeout or aborted."""
         self.error: BaseException | None = None
         self._pages = pages
         self._ordered = pages.order()
@@ -260,6 +260,8 @@ class Load:
             self._fail("missing", task.start, error)
         except CorruptObject as error:
             self._fail("corrupt", task.start, error)
+        except UnknownFormat as error:
+            self._fail("unknown", task.start, error)
         except (StoreFault, OSError) as error:
             self._fail("fault", task.start, error)
         except BaseException as error:  # any other error: the request computes these tokens instead

@@ -22,7 +22,7 @@ class StreamStats:
     loads: Counter[str] = field(default_factory=Counter)
     """Complete loads, by mode: async or layerwise."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed loads, by the first reason: missing, corrupt, fault, timeout, error or aborted."""
+    """Failed loads, by the first reason: missing, corrupt, unknown, fault, timeout, error or aborted."""
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     """Bytes read by loads, whether they succeeded or not."""

@@ -39,7 +39,7 @@ class Stored(NamedTuple):
 
 
 def checksum(index: int, tensors: Mapping[str, Tensor]) -> str:
-    """Of a sample's index, and of the names, types, shapes and bytes of its tensors."""
+    """Checksum of a sample: covers its index, and the names, types, shapes and bytes of its tensors."""
     digest = xxh3_128(f"sample {index}".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

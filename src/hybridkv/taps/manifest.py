@@ -45,9 +45,9 @@ _MEANINGS = {
 class Manifest:
     model: str
     model_digest: str
-    """Of the weights and the configuration."""
+    """Digest of the weights and the configuration."""
     input_digest: str
-    """Of the prompts."""
+    """Digest of the prompts."""
     layers: tuple[int | str, ...]
     """In the order of the tensors' second axis. i: what enters decoder layer i; "final": after the final norm."""
     dtype: str

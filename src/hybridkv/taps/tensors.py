@@ -19,7 +19,7 @@ TOKEN_IDS = "token_ids"
 STORED = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_SCALE = 1e-12
-"""Of a row of zeros."""
+"""Smallest scale of a row: that of a row of zeros, which must not be divided by 0."""
 
 
 def bytes_per_token(dtype: str, num_layers: int, hidden_size: int) -> int:

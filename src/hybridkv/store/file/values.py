@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreFault
+from hybridkv.errors import CorruptObject, MissingObject, StoreFault, UnknownFormat
 from hybridkv.store.blobs import Blob, header_of
 from hybridkv.store.eviction import Evictable
 from hybridkv.store.file.folder import Found
@@ -16,7 +16,7 @@ _TIMES = 4
 
 
 class _Worth(NamedTuple):
-    value: float
+    value: float | None
     position: int
 
 
@@ -40,7 +40,7 @@ class ValueReader:
         return [Evictable(name, one.nbytes, one.used_at, *self._known[name]) for name, one in oldest.items()]
 
     def _read(self, name: ObjectName) -> _Worth:
-        """The object's value and position; 0 for an object that cannot be read."""
+        """The object's value and position: 0 if it cannot be read, a value of None if its format is unknown."""
         try:
             blob = self._open(name)
             try:
@@ -49,4 +49,6 @@ class ValueReader:
                 blob.close()
         except (MissingObject, CorruptObject, StoreFault):
             return _Worth(0.0, 0)
+        except UnknownFormat:
+            return _Worth(None, 0)
         return _Worth(header.value, header.position)

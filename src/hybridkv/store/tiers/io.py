@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, UnknownFormat
 from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
@@ -83,7 +83,7 @@ class TieredReader(Reader):
                 reader = self._stores[here].open(self._name)
             except MissingObject:
                 continue
-            except (CorruptObject, StoreFault) as error:
+            except (CorruptObject, UnknownFormat, StoreFault) as error:
                 trouble = error
                 continue
             self.level = here

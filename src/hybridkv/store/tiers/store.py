@@ -113,6 +113,7 @@ class TieredStore(Store):
             stats.evicted += tier.evicted
             stats.dropped += tier.dropped
             stats.corrupt += tier.corrupt
+            stats.unknown += tier.unknown
             stats.faults += tier.faults
             stats.skipped += tier.skipped
         return stats
