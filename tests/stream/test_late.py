@@ -44,9 +44,11 @@ def clean_store(family: str) -> BlobStore:
 class LateDriver(StreamDriver):
     """Loads hang at the first or the last row of a group."""
 
-    def __init__(self, family: str, place: str = "first", **options: Any) -> None:
+    def __init__(
+        self, family: str, place: str = "first", *, stored: tuple[str, ...] = (STORED,), **options: Any
+    ) -> None:
         self.family = family
-        self.below = copy_of(filled(family, STORED))
+        self.below = copy_of(filled(family, *stored))
         store = GarbageStore(self.below)
         super().__init__(model_of(family), store, "layerwise", **options)
         group = self.streamer.catalogue.groups[0 if place == "first" else -1]
@@ -293,14 +295,17 @@ def test_all_loads_of_a_step_have_one_budget() -> None:
     assert 0 < Hanging.asked_s <= STEP_WAIT_S
 
 
-def test_two_late_loads_in_one_step() -> None:
-    driver = LateDriver("falcon_h1")
-    driver.add("beside", BESIDE, LONG)
-    while not driver.num_tokens("beside"):
-        driver.step()
-    driver.add("late", LATE, BRIEF)
-    driver.add("too", SHARED[:50] + prompt(30, 3), BRIEF)
+@pytest.mark.parametrize("family", KINDS)
+def test_several_late_loads_beside_one_that_is_in_time(family: str) -> None:
+    driver = LateDriver(family, stored=("90/1", "90/3", "90/4"))
+    driver.fault.times = 2
+    for seed in (1, 3, 4):
+        driver.add(str(seed), prompt(90, seed) + prompt(9, 2), BRIEF)
     driver.until_late()
     driver.fault.release.set()
-    driver.run()
-    driver.end()
+    for name, result in driver.run().items():
+        assert result.cached_tokens == 80
+        check_greedy(driver, name)
+    assert sum(driver.stats.loads.values()) == 3
+    assert driver.stats.loads["async"] == driver.stats.late_loads
+    driver.close()
