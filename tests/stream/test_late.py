@@ -205,7 +205,9 @@ def test_a_step_that_fails_gives_its_late_load_up(family: str, part: str, monkey
     while not driver.num_tokens("beside"):
         driver.step()
     driver.add("late", LATE, BRIEF)
+    deadline = time.monotonic() + 20
     while not driver.stats.failures:
+        assert time.monotonic() < deadline, "the load was not given up"
         driver.core.step()
         driver.cache.check_integrity()
     assert driver.stats.failures == {"aborted": 1}
