@@ -290,7 +290,7 @@ def test_all_loads_of_a_step_have_one_budget() -> None:
             return False
 
     step = StepTransfers(None, lambda: True)  # type: ignore[arg-type]
-    step.loads = {name: Hanging() for name in "abc"}  # type: ignore[misc, assignment]
+    step.loads = {name: Hanging() for name in "abc"}  # type: ignore[misc]
     for layer in range(4):
         step.before_layer(layer)
     assert step.late == {"a", "b", "c"}
