@@ -307,6 +307,30 @@ def test_a_step_that_fails_after_a_good_load_goes_back_too(mix: str) -> None:
     check_empty(cache)
 
 
+@pytest.mark.parametrize("before", [0, 48, 51], ids=["from nothing", "from a block", "from a tail"])
+def test_a_load_that_ends_after_its_step_is_kept_and_what_was_computed_from_its_pages_is_not(
+    mix: str, before: int
+) -> None:
+    """The step has read pages that were not filled yet. Nothing it wrote is left anywhere."""
+    cache = sim(*MIXES[mix])
+    if before:
+        cache.serve(PROMPT[:40], PROMPT[40:52]) if before == 51 else cache.serve(PROMPT[:48])
+    lease = begin(cache)
+    step = cache.extend(lease, 100 - before, num_loaded=AT - before, num_good=0)
+    assert step is not None
+    cache.load(lease, step)
+    assert cache.cache.commit(lease, AT - before) == AT
+    assert lease.cached_tokens == AT
+    cache.cache.check_integrity()
+    cache.acknowledge_all()
+    assert not tainted_tokens(cache)
+    assert not cache.reachable_taint()
+    assert cache.cache.match(PROMPT).num_tokens == AT
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    check_empty(cache)
+
+
 def test_checkpoints_that_lay_inside_a_failed_load_are_wanted_again() -> None:
     cache = sim(FULL, STATE)
     lease = cache.cache.begin(PROMPT, breakpoints=[32, 64])

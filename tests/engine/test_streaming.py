@@ -237,11 +237,12 @@ def test_a_store_is_closed_if_there_is_no_engine_in_the_end(tmp_path: Path) -> N
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_while_requests_load_and_dump(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["async", "layerwise"])
+def test_closing_while_requests_load_and_dump(stream: str, tmp_path: Path) -> None:
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
         ask(engine)
     store = GarbageStore(FileStore(tmp_path, SIZE), [Fault(Kind.SLOW)])
-    engine = engine_of("falcon_h1", store=store, stream="async")
+    engine = engine_of("falcon_h1", store=store, stream=stream)
     results: list[Any] = []
 
     def generate() -> None:
@@ -261,11 +262,34 @@ def test_closing_while_requests_load_and_dump(tmp_path: Path) -> None:
     assert check_readable(tmp_path)
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_load(tmp_path: Path) -> None:
+def test_a_request_that_arrives_while_another_waits_for_its_rows_is_served(tmp_path: Path) -> None:
+    """The engine's thread waits inside a step when the second request arrives."""
     with engine_of("falcon_h1", store=url(tmp_path)) as engine:
         said = ask(engine).token_ids
     store = GarbageStore(FileStore(tmp_path, SIZE), [Fault(Kind.SLOW)])
-    with engine_of("falcon_h1", store=store, stream="async") as engine:
+    with engine_of("falcon_h1", store=store, stream="layerwise") as engine:
+        results: list[Result] = []
+        thread = threading.Thread(target=lambda: results.append(ask(engine)))
+        thread.start()
+        assert store.faults[0].reached.wait(20)
+        assert ask(engine, prompt(40, 3)).completions[0].error is None
+        assert not results
+        stream = engine.stats().stream
+        assert stream is not None
+        assert stream.late_loads == 1
+        store.faults[0].release.set()
+        thread.join(20)
+        assert results[0].token_ids == said
+        assert results[0].cached_tokens == 288
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("stream", ["async", "layerwise"])
+def test_a_client_that_leaves_in_the_middle_of_a_load(stream: str, tmp_path: Path) -> None:
+    with engine_of("falcon_h1", store=url(tmp_path)) as engine:
+        said = ask(engine).token_ids
+    store = GarbageStore(FileStore(tmp_path, SIZE), [Fault(Kind.SLOW)])
+    with engine_of("falcon_h1", store=store, stream=stream) as engine:
 
         async def leave() -> None:
             updates: Any = engine.stream(LONG, BRIEF)

@@ -122,7 +122,7 @@ class Pace:
 
     def __init__(self, engine: Engine) -> None:
         self.core = engine._core
-        self._inbox = engine._loop._inbox
+        self._calls = engine._loop._calls
         self._step = engine._core.step
         self._permits = threading.Semaphore(0)
         self._at_door = threading.Event()
@@ -131,7 +131,7 @@ class Pace:
     @property
     def num_asked(self) -> int:
         """Things that others asked of the engine since its last step: requests, or their ends."""
-        return self._inbox.qsize()
+        return len(self._calls)
 
     @property
     def num_waiting(self) -> int:

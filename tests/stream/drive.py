@@ -63,6 +63,7 @@ class StreamDriver(Driver):
         self.streamer.on_event = self.event.set
         self.streaming = WatchedStreaming(self.streamer, self.cache, mode)
         self.core.streaming = self.core.scheduler.streaming = self.streaming
+        self.streaming.others_wait = self.core.others_wait
         self.runner.observe(self.streaming)
 
     @property

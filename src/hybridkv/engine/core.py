@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -57,6 +57,8 @@ class EngineCore:
         )
         self.waits = False
         """The last step had nothing to compute: all requests wait for a store."""
+        self.calls_wait: Callable[[], bool] = lambda: False
+        """Whether calls wait for the end of the current step. Set by the loop."""
         self.limits = Limits(
             cache.layout, vocab_size, max_model_len, runner.num_layers, has_tokenizer=tokenizer is not None
         )
@@ -69,6 +71,8 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._arrivals = 0
+        if streaming is not None:
+            streaming.others_wait = self.others_wait
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +120,10 @@ class EngineCore:
             self.scheduler.pace.observe(num_tokens, time.perf_counter() - begin)
         with self._timed("commit"):
             return updates + self._commit(scheduled, drawing, sampled)
+
+    def others_wait(self) -> bool:
+        """Whether a sample that waits for a store in the current step makes others wait: samples or callers."""
+        return self.scheduler.num_samples > 1 or self.calls_wait()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -181,9 +189,9 @@ class EngineCore:
         return updates
 
     def _counts(self, sample: Sample, lease: Lease, sampled: Sequence[Sampled]) -> bool:
-        """Whether a sample's part of the step is valid. If its load failed, the sample is rolled back."""
+        """Whether a sample's part of the step is valid. If its load failed or is late, that part is discarded."""
         assert self.streaming is not None
-        if not self.streaming.has_failed(sample):
+        if not self.streaming.lacks_rows(sample):
             is_sound = lease.poisoned is None and all(one.error is None for one in sampled)
             self.streaming.judge(sample, is_sound)
             return True

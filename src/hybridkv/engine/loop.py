@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -29,7 +29,11 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: deque[Callable[[], None] | None] = deque()
+        """Submitted calls that have not run yet. None: the loop must end."""
+        self._bell = threading.Event()
+        """Set when there is a call, or when a store may have answered."""
+        core.calls_wait = lambda: bool(self._calls)
         self._sinks: dict[str, Sink] = {}
         self._failure: EngineError | None = None
         self._closed = False
@@ -52,10 +56,10 @@ class EngineLoop:
         with self._door:
             self.check_alive()
             self._sinks[request_id] = sink
-            self._inbox.put(start)
+            self._submit(start)
 
     def abort(self, request_id: str) -> None:
-        self._inbox.put(lambda: self._deliver(self._core.abort(request_id)))
+        self._submit(lambda: self._deliver(self._core.abort(request_id)))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps, and return its result."""
@@ -69,21 +73,21 @@ class EngineLoop:
 
         with self._door:
             self.check_alive()
-            self._inbox.put(run)
+            self._submit(run)
         while not wait([answer], timeout=1.0).done:
             self.check_alive()
         return answer.result()
 
     def wake_up(self) -> None:
         """Tell the loop that a store may have answered. Called on any thread."""
-        self._inbox.put(_wake_up)
+        self._bell.set()
 
     def close(self) -> None:
         """Stop after the current step. Unfinished requests are aborted."""
         with self._door:
             if not self._closed:
                 self._closed = True
-                self._inbox.put(None)
+                self._submit(None)
         self._thread.join()
 
     def check_alive(self) -> None:
@@ -92,6 +96,10 @@ class EngineLoop:
             raise self._failure
         if self._closed:
             raise EngineError("the engine is closed: start a new one")
+
+    def _submit(self, call: Callable[[], None] | None) -> None:
+        self._calls.append(call)
+        self._bell.set()
 
     def _run(self) -> None:
         flush_denormals()
@@ -110,19 +118,18 @@ class EngineLoop:
     def _take_in(self) -> bool:
         """Run submitted calls; wait for one if there is nothing to compute. False: the loop must end."""
         while True:
-            try:
-                if self._core.has_work and self._core.waits:
-                    command = self._inbox.get(timeout=_POLL_S)
-                else:
-                    command = self._inbox.get(block=not self._core.has_work)
-            except queue.Empty:
+            while self._calls:
+                call = self._calls.popleft()
+                if call is None:
+                    return False
+                call()
+                self._core.waits = False  # there may be something to compute now
+            if self._core.has_work and not self._core.waits:
                 return True
-            if command is None:
-                return False
-            if command is _wake_up:
+            self._bell.wait(_POLL_S if self._core.has_work else None)
+            self._bell.clear()  # what it was set for is looked at only after this
+            if self._core.has_work and not self._calls:
                 return True
-            command()
-            self._core.waits = False  # there may be something to compute now
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
@@ -136,10 +143,6 @@ class EngineLoop:
             except Exception:  # a dead sink, such as of a closed event loop: other requests continue
                 self._sinks.pop(update.request_id, None)
                 self._core.abort(update.request_id)
-
-
-def _wake_up() -> None:
-    """An empty call that wakes up the loop."""
 
 
 def _tell(sink: Sink, error: HybridKVError) -> None:

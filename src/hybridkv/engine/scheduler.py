@@ -53,6 +53,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.waiting) + len(self.running)
+
     def add(self, sample: Sample) -> None:
         """Add to the queue in order of arrival, or to the running samples if it already has a lease (a fork)."""
         insort(self.waiting if sample.lease is None else self.running, sample, key=lambda one: one.rank)

@@ -47,6 +47,7 @@ _STREAM_COUNTERS = {
     "slow_lookups": "Prompts that it took too long to answer for",
     "failed_lookups": "Prompts that asking it failed for",
     "skipped_lookups": "Prompts that it was not asked for because earlier questions hang",
+    "late_loads": "Layerwise loads that steps stopped waiting for because other requests waited",
     "loaded_tokens": "Tokens of prompts that a store supplied",
     "loaded_bytes": "Read for requests",
     "load_seconds": "From the start of each load to its last row, all loads together",

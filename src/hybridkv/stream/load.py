@@ -218,26 +218,40 @@ class Load:
         for _ in range(len(self._waiting)):
             readers.submit(lambda: self._read_next(on_over))
 
-    def wait(self, layer: int) -> None:
-        """Wait until all rows that begin at `layer` or before are loaded, the load fails, or its deadline passes."""
+    def wait(self, layer: int, most_s: float | None = None) -> bool:
+        """Wait until all rows that begin at `layer` or before are loaded, the load fails, or its deadline passes.
+
+        Returns False if `most_s` has passed before that.
+        """
+        stop = None if most_s is None else time.monotonic() + most_s
         with self._changed:
             while self.failure is None and any(count for first, count in self._left.items() if first <= layer):
                 left = self._deadline - self._clock()
                 if left <= 0:
                     break
+                if stop is not None:
+                    left = min(left, stop - time.monotonic())
+                    if left <= 0:
+                        return False
                 self._changed.wait(left)
         self.expire()
+        return True
 
     def expire(self) -> None:
         """Give up if the deadline has passed."""
         if self._clock() >= self._deadline and not self.is_over:
             self.give_up("timeout", TimeoutError("not all rows came in time"))
 
-    def finish(self) -> None:
-        """Wait for all rows. After a failure or at the deadline, give up on the rest."""
-        self.wait(_ALL_LAYERS)
+    def finish(self, most_s: float | None = None) -> bool:
+        """Wait for all rows. After a failure or at the deadline, give up on the rest.
+
+        Returns False if `most_s` has passed before that.
+        """
+        if not self.wait(_ALL_LAYERS, most_s):
+            return False
         if not self.is_over:
             self.give_up("aborted", RuntimeError("another row failed"))
+        return True
 
     def give_up(self, failure: str, error: BaseException) -> None:
         """Write no page from now on. Reads under way continue until they end, and their rows are dropped."""

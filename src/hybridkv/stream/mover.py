@@ -108,9 +108,9 @@ class Mover:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepTransfers:
-        """Empty transfers for a new step."""
-        return StepTransfers(self._dumper)
+    def step(self, others_wait: Callable[[], bool] | None = None) -> StepTransfers:
+        """Empty transfers for a new step. `others_wait`: as of `StepTransfers`."""
+        return StepTransfers(self._dumper, others_wait)
 
     def dump(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> list[Outgoing]:
         """Begin objects that end at `points`, for a step that computes them. `keys`: at their ends.

@@ -20,7 +20,9 @@ class StreamStats:
     skipped_lookups: int = 0
     """Lookups that were not tried, because lookups or reads hang on all threads."""
     loads: Counter[str] = field(default_factory=Counter)
-    """Complete loads, by mode: async or layerwise."""
+    """Complete loads, by the mode in which they ended: async or layerwise."""
+    late_loads: int = 0
+    """Layerwise loads that became asynchronous because other requests waited."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed loads, by the first reason: missing, corrupt, unknown, fault, timeout, error or aborted."""
     loaded_tokens: int = 0

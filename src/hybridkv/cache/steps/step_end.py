@@ -59,7 +59,7 @@ class StepEnd:
         lease.plan.advance(target)
         if kept_positions and target >= pages.slide_at:
             self._slide(lease, target)
-        if loaded and target < step.loaded_to:  # the content loaded after `target` is not valid
+        if loaded and target <= step.loaded_to and target < step.end:  # the content after `target` is not valid
             self._clear_own_blocks(lease)
             self.placement.trim(lease)
 

@@ -1,7 +1,8 @@
 """Traffic between requests and stores: what a request loads, what its steps dump, and how failed loads are handled.
 
 An asynchronous load is a step of its own that the store carries out instead of the model. A layerwise load is the first
-part of a step that computes the rest; each layer of that step waits for its rows.
+part of a step that computes the rest; each layer of that step waits for its rows. If the rows are late and other
+requests wait, the step's result for the sample is discarded, and the load goes on as an asynchronous one.
 
     auto        layerwise if no other request would wait with it, or only briefly; asynchronous otherwise
     async       always asynchronous
@@ -14,7 +15,7 @@ while a read hangs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,7 +30,7 @@ from hybridkv.stream import DumpPoint, DumpRule, Load, Outgoing, StepTransfers, 
 
 STREAM_MODES = ("auto", "async", "layerwise")
 _LONG_WAIT_S = 2.0
-"""Longest predicted layerwise load while no other request runs. A request that arrives meanwhile waits with it."""
+"""Longest predicted layerwise load while no other request runs."""
 _SHORT_WAIT_S = 0.005
 """Longest predicted layerwise load while other requests run and wait with it."""
 
@@ -51,6 +52,8 @@ class Streaming:
     def __init__(self, streamer: Streamer, cache: Cache, mode: str = "auto") -> None:
         self.streamer = streamer
         self.mode = mode
+        self.others_wait: Callable[[], bool] | None = None
+        """Whether requests wait for the current step besides the one that loads in it. None: none ever does."""
         self._cache = cache
         self._rule = DumpRule(streamer.catalogue)
         self._loading: list[Sample] = []
@@ -110,7 +113,7 @@ class Streaming:
             self._load_alone(sample, lease, transfer)
 
     def _is_layerwise(self, lease: Lease, end: int, is_alone: bool) -> bool:
-        """Whether to load layerwise. The whole batch waits for the load, and so do requests that arrive meanwhile."""
+        """Whether to load layerwise. Other requests may have to wait for the load, though not for long."""
         if self.mode != "auto":
             return self.mode == "layerwise"
         seconds = self.streamer.mover.predicted_seconds(lease.computed, end, lease.named_tables)
@@ -231,21 +234,43 @@ class Streaming:
             self._step.after_layer(layer)
 
     def ran(self, *, failed: bool = False) -> None:
-        """Called when all layers have run, or one has failed. A second call does nothing."""
-        if self._step is not None and not self._step.has_run:
-            if not failed:
-                self._step.after_last_layer()
-            self._step.finish()
-            self.streamer.stats.wait_seconds += self._step.wait_seconds
-            self.streamer.mover.settle()
+        """Called when all layers have run, or when the step has failed, then or later.
 
-    def has_failed(self, sample: Sample) -> bool:
-        """Whether the step's result for a sample is invalid because its layerwise load failed."""
-        return self._is_in_step(sample) and _load_of(sample).failure is not None
+        A failed step gives up its loads: its pages become free. Otherwise a second call does nothing.
+        """
+        step = self._step
+        if step is None:
+            return
+        if not step.has_run:
+            if not failed:
+                step.after_last_layer()
+                step.finish()
+            self.streamer.stats.wait_seconds += step.wait_seconds
+            self.streamer.mover.settle()
+        if failed:
+            step.give_up()
+
+    def lacks_rows(self, sample: Sample) -> bool:
+        """Whether the step's result for a sample is invalid because its layerwise load failed or is late."""
+        if self._step is None or sample not in self._step.loads:
+            return False
+        return sample in self._step.late or _load_of(sample).failure is not None
 
     def discard(self, sample: Sample) -> None:
-        """Roll back the step of a sample whose load failed. Tokens that were loaded completely are kept."""
-        self._commit(sample)
+        """Discard the step of a sample that lacks rows.
+
+        After a failed load the sample is rolled back, and keeps tokens that were loaded completely. A late load becomes
+        asynchronous: the lease stays in flight until `collect` commits the load.
+        """
+        assert self._step is not None
+        if sample not in self._step.late:
+            self._commit(sample)
+            return
+        assert sample.transfer is not None
+        del self._step.loads[sample]
+        sample.transfer.is_late()
+        self._loading.append(sample)
+        self.streamer.stats.late_loads += 1
 
     def judge(self, sample: Sample, counts: bool) -> None:
         """Decide whether `end_step` publishes the dumps of a sample's step."""
@@ -268,7 +293,7 @@ class Streaming:
 
     def _open_step(self) -> StepTransfers:
         if self._step is None:
-            self._step = self.streamer.mover.step()
+            self._step = self.streamer.mover.step(self.others_wait)
         return self._step
 
     def _is_in_step(self, sample: Sample) -> bool:

@@ -1,6 +1,8 @@
 """State machine of one sample's transfer from the store, from the lookup to the last row.
 
     ASKED ──► FOUND ──► LOADING ──► DONE      a step of its own, beside those that compute
+      │         │          ▲
+      │         │          │ late
       │         └─────► IN_STEP ──► DONE      the first part of the sample's next step, layer by layer
       └───────────────► DONE                  the store adds nothing, or there is no room for what it adds
 
@@ -54,6 +56,11 @@ class Transfer:
     def begin(self, stage: Stage, lease: Lease, load: Load) -> None:
         self._leave(Stage.FOUND)
         self.stage, self.lease, self.load = stage, lease, load
+
+    def is_late(self) -> None:
+        """Called when the step goes on without the load, which continues beside later steps."""
+        self._leave(Stage.IN_STEP)
+        self.stage = Stage.LOADING
 
     def end(self) -> None:
         """Called when the load has ended, or when nothing will be loaded."""
