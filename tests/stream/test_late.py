@@ -52,7 +52,7 @@ class LateDriver(StreamDriver):
         store = GarbageStore(self.below)
         super().__init__(model_of(family), store, "layerwise", **options)
         group = self.streamer.catalogue.groups[0 if place == "first" else -1]
-        self.fault = Fault(Kind.SLOW, group.name, row=0 if place == "first" else len(group.rows) - 1)
+        self.fault = Fault(Kind.SLOW, group.name, row=0 if place == "first" else len(group.layers) - 1)
         store.faults.append(self.fault)
 
     def begin(self) -> None:
