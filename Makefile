@@ -18,7 +18,7 @@ MORE := 0.7
 .PHONY: help setup setup-vllm setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-store prove-stream prove-taps \
-	bench bench-core bench-engine bench-hidden bench-replay bench-store bench-serve bench-stream
+	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -128,6 +128,9 @@ bench-hidden: setup ## Hidden states: their cost against plain requests and stoc
 bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
 	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }
 	$(VLLM_BIN)/python benchmarks/replay_vs_vllm.py "$(TRACE)" $(ARGS)
+
+bench-form: setup ## Copies between pages and the stored form against plain copies: ARGS="--device cuda" on a GPU
+	$(BIN)/python benchmarks/stored_form.py $(ARGS)
 
 bench-store: setup ## The file store against bare reads and writes of files: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/store_file.py $(ARGS)

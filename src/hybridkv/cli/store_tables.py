@@ -13,7 +13,7 @@ from rich.text import Text
 from hybridkv.store import Stored
 from hybridkv.units import format_bytes
 
-_SHOWN_ELSEWHERE = ("model", "weights", "groups")
+_SHOWN_ELSEWHERE = ("model", "weights", "groups", "layout")
 
 
 def stat_tables(url: str, stored: Sequence[Stored], about: Mapping[str, Mapping[str, str]], unfinished: int) -> Group:
