@@ -137,13 +137,14 @@ def test_states_cut_into_pages_leave_objects_of_whole_states(family: str) -> Non
     assert cached_by(large) == 80
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1", "qwen3_next"])
 @pytest.mark.parametrize("options", [{"row_layers": 2}, {"attn_pack_size": 1}, {"row_order": "tkhl"}])
-def test_another_plan_finds_and_leaves_the_same_objects(family: str, options: dict[str, Any]) -> None:
+def test_another_plan_finds_and_leaves_the_same_objects(family: str, options: dict[str, Any], device: str) -> None:
     store = copy_of(filled(family, STORED))
-    assert cached_by(StreamDriver(model_of(family), store, **options)) == 80
+    assert cached_by(StreamDriver(model_of(family), store, device=device, **options)) == 80
     below = plain_store()
-    other = StreamDriver(model_of(family), below, **options)
+    other = StreamDriver(model_of(family), below, device=device, **options)
     other.add(STORED, SHARED, BRIEF)
     other.run()
     other.settle()
@@ -168,12 +169,15 @@ def test_another_block_size_finds_nothing_and_harms_nothing(family: str) -> None
     assert cached_by(again) >= 80
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", MIXED)
-def test_the_next_turn_after_a_restart_resumes_where_a_running_engine_would(family: str, mode: str) -> None:
+def test_the_next_turn_after_a_restart_resumes_where_a_running_engine_would(
+    family: str, mode: str, device: str
+) -> None:
     """At the token where the reply ended, turn by turn."""
     below = plain_store()
-    running = StreamDriver(model_of(family), below)
+    running = StreamDriver(model_of(family), below, device=device)
     tokens = prompt(75, 1)
     for turn, length in enumerate((7, 12, 30)):
         name = str(turn)
@@ -183,7 +187,7 @@ def test_the_next_turn_after_a_restart_resumes_where_a_running_engine_would(fami
         reply = running.results[name].completions[0].token_ids
         tokens = [*tokens, *reply, *prompt(21, 2 + turn)]
         end = len(tokens) - 22  # the last token of a reply is sampled, not computed
-        restarted = StreamDriver(model_of(family), copy_of(below), mode)
+        restarted = StreamDriver(model_of(family), copy_of(below), mode, device=device)
         restarted.add("next", tokens, BRIEF)
         restarted.run()
         check_greedy(restarted, "next")
