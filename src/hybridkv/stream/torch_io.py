@@ -6,7 +6,7 @@ copy out of pages runs before all work that is submitted after `settle`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from hybridkv.stream.row_io import Copy, HostPages, PageBytes
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Element types of GPU copies, by the alignment of what is copied."""
+_Places = tuple[torch.Tensor, torch.Tensor] | tuple[slice, int]
+"""An index into the first two axes of a view of all pages."""
 
 
 def page_bytes(buffer: torch.Tensor) -> PageBytes:
@@ -63,15 +65,22 @@ class DevicePages(PageBytes):
 
     def _pairs(
         self, chunk: Chunk, span: Span, data: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    ) -> Iterator[tuple[torch.Tensor, _Places, torch.Tensor]]:
         """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
         for blocks in span.blocks():
-            numbers = torch.tensor(blocks.pages).pin_memory().to(self._device, non_blocking=True)
-            places = numbers // chunk.plan.pages_per_slab, numbers % chunk.plan.pages_per_slab
+            places = self._places(blocks.pages, chunk.plan.pages_per_slab)
             for box in chunk.boxes(span.num_tokens):
                 pages = box.in_pages(chunk.plan, len(self._bytes), blocks.num_tokens)
                 rows = box.in_row(blocks, span.block_tokens)
                 yield _words(self._bytes, pages, box.alignment), places, _words(data, rows, box.alignment)
+
+    def _places(self, pages: Sequence[int], pages_per_slab: int) -> _Places:
+        """Slab and number in it of each page, as an index. A single page needs no tensors: it is a slice."""
+        if len(pages) == 1:
+            slab, number = divmod(pages[0], pages_per_slab)
+            return slice(slab, slab + 1), number
+        slabs, numbers = torch.tensor([divmod(page, pages_per_slab) for page in pages], device=self._device).unbind(1)
+        return slabs, numbers
 
 
 def _words(data: torch.Tensor, view: View, size: int) -> torch.Tensor:
