@@ -374,9 +374,8 @@ def test_the_next_turn_of_a_chat_after_a_restart(family: str, mode: str) -> None
     first.settle()
     second = StreamDriver(model_of(family), copy_of(below), mode)
     second.add("b", SHARED + result.token_ids + prompt(20, 2), BRIEF)
-    cached = second.run()["b"].cached_tokens
-    assert cached == (112 if family == "llama" else cached)
-    assert cached >= 80
+    assert second.run()["b"].cached_tokens == 119
+    check_greedy(second, "b")
     first.close()
     second.close()
 
@@ -405,7 +404,7 @@ def test_a_load_that_begins_inside_a_block(family: str, mode: str, kind: Kind | 
     talk, below = long_turn(family)
     store = GarbageStore(copy_of(below))
     driver = StreamDriver(model_of(family), store, mode, streamer_options={"load_timeout_s": 0.1 if kind else 20.0})
-    driver.streamer.find = lambda *args: None  # type: ignore[method-assign]
+    driver.streamer.find = lambda *args, **options: None  # type: ignore[method-assign]
     driver.add("a", SHARED, GREEDY)
     driver.run()
     del driver.streamer.find
