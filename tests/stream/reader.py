@@ -7,32 +7,28 @@ file store, or a mapping of the paths below its `hybridkv-v1` to bytes. All arra
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-type Bytes = npt.NDArray[np.uint8]
-type Files = Mapping[str, bytes]
+Bytes = npt.NDArray[np.uint8]
+Group = Mapping[str, Any]
 
 HEAD = struct.Struct("<8sII16s32sdQIH")
 ROW = struct.Struct("<QQQ")
-PAGE = 4096
-SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
-KNOWN = {
-    "layout": {"format", "type", "weights", "block_tokens", "stretch_tokens", "hidden", "groups"},
-    "group": {"role", "slices", "window", "chunk", "rows"},
-    "rows": {"layers", "parts"},
-}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+LAYOUT_FIELDS = {"format", "type", "weights", "block_tokens", "stretch_tokens", "hidden", "groups"}
+GROUP_FIELDS = {"role", "slices", "window", "chunk", "rows"}
 
 
 class UnreadableError(Exception):
-    """A file is not what the page describes, or an object is missing."""
+    """A file is not what the page describes, or a slice is missing."""
 
 
 def need(condition: bool, what: str) -> None:
@@ -42,165 +38,139 @@ def need(condition: bool, what: str) -> None:
 
 @dataclass
 class Cache:
-    """Bytes by layer and part. KV: [tokens, heads, bytes], with the number of its first token. States: [length, bytes]."""
+    """What a store has of a prefix."""
 
     kv: dict[tuple[int, str], tuple[int, Bytes]] = field(default_factory=dict)
-    states: dict[tuple[int, str], Bytes] = field(default_factory=dict)
+    """By layer and part: the number of the first token, and [tokens, heads, bytes]."""
+    states: dict[tuple[str, int], list[tuple[str, Bytes]]] = field(default_factory=dict)
+    """By group and layer: each part's name and [length, bytes]."""
 
 
-class Directory(Mapping[str, bytes]):
-    def __init__(self, root: Path) -> None:
-        self.root = root / "hybridkv-v1"
+def read(
+    files: Mapping[str, bytes] | Path,
+    namespace: str,
+    salt: Sequence[str],
+    tokens: Sequence[int],
+    taps: Sequence[int] = (),
+) -> Cache:
+    """What is needed to resume after `tokens`. `salt`: the salt, then extra keys. `taps`: layers, for hidden states."""
+    if isinstance(files, Path):
+        root = files / "hybridkv-v1"
+        files = {str(path.relative_to(root)): path.read_bytes() for path in root.glob("*/**/*") if path.is_file()}
+    about, cache, end = read_layout(files, namespace), Cache(), len(tokens)
+    block, (hidden_size, hidden_type) = about["block_tokens"], about["hidden"]
+    hidden = [["hidden", hidden_type, 1, [hidden_size]]]
+    tapped = {f"tap{n}": {"role": "full", "slices": 1, "rows": [{"layers": [n], "parts": hidden}]} for n in taps}
+    for name, group in {**about["groups"], **tapped}.items():
+        spans = [(end - 1, end)] if group["role"] == "state" else spans_of(group, end, block, about["stretch_tokens"])
+        for first, last in spans:
+            found = whole(files, namespace, name, group["slices"], key_of(salt, tokens, last, block), last)
+            layers = [(layer, run["parts"]) for run in group["rows"] for layer in run["layers"]]
+            for (layer, parts), row in zip(layers, found, strict=True):
+                sizes = [(part, length, SIZES[kind] * prod(inner)) for part, kind, length, inner in parts]
+                if group["role"] == "state":
+                    cache.states[name, layer] = state_of(row, sizes, group["slices"])
+                else:
+                    add_tokens(cache, layer, row, sizes, first, last - first)
+    return cache
 
-    def __getitem__(self, path: str) -> bytes:
-        try:
-            return (self.root / path).read_bytes()
-        except FileNotFoundError:
-            raise KeyError(path) from None
 
-    def __iter__(self) -> Any:
-        return (str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def layout(files: Files, namespace: str) -> dict[str, Any]:
+def read_layout(files: Mapping[str, bytes], namespace: str) -> dict[str, Any]:
     text = json.loads(files[f"about/{namespace}.json"])["layout"]
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     need(digest == namespace, f"namespace {namespace}: its layout has the digest {digest}")
-    found: dict[str, Any] = json.loads(text)
-    need(found.get("format") == 2, f"format {found.get('format')} is not known")
-    known("layout", found)
-    for group in found["groups"].values():
-        known("group", group)
+    layout: dict[str, Any] = json.loads(text)
+    need(layout.get("format") == 2, f"format {layout.get('format')} is not known")
+    known(layout, LAYOUT_FIELDS)
+    for group in layout["groups"].values():
+        known(group, GROUP_FIELDS)
         need(group["role"] in ("full", "local", "state"), f"role {group['role']} is not known")
-        for rows in group["rows"]:
-            known("rows", rows)
-    return found
+        for run in group["rows"]:
+            known(run, {"layers", "parts"})
+    return layout
 
 
-def known(what: Literal["layout", "group", "rows"], fields: Iterable[str]) -> None:
+def known(fields: Mapping[str, Any], names: set[str]) -> None:
     for name in fields:
-        need(name in KNOWN[what], f"{what}: field {name} is not known")
+        need(name in names, f"field {name} is not known")
 
 
-def key(salt: Sequence[str], tokens: Sequence[int], end: int, block_tokens: int) -> bytes:
+def key_of(salt: Sequence[str], tokens: Sequence[int], end: int, block: int) -> bytes:
     if end == 0:
-        parts = [text.encode() for text in salt]
-        return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
-    chain = 16 * block_tokens
-    start = (end - 1) // chain * chain
-    before = key(salt, tokens, start, block_tokens)
-    return hashlib.sha256(before + np.asarray(tokens[start:end], "<i4").tobytes()).digest()
+        texts = [text.encode() for text in salt]
+        return hashlib.sha256(b"".join(struct.pack("<Q", len(text)) + text for text in texts)).digest()
+    start = (end - 1) // (16 * block) * (16 * block)
+    return hashlib.sha256(key_of(salt, tokens, start, block) + np.array(tokens[start:end], "<i4").tobytes()).digest()
 
 
-def rows(blob: bytes, namespace: str, group: str, name: bytes, end: int) -> list[bytes]:
-    """The rows of one object, checked."""
-    magic, version, size, space, own, _, position, count, letters = HEAD.unpack_from(blob)
-    need(magic == b"hybridkv", f"magic {magic!r} is not known")
-    need(version == 1, f"version {version} is not known")
-    need(size == HEAD.size + letters + ROW.size * count + 8, f"a header of {size} bytes")
-    need(xxhash.xxh3_64_intdigest(blob[: size - 8]) == int.from_bytes(blob[size - 8 : size], "little"), "header")
-    named = blob[HEAD.size : HEAD.size + letters].decode()
-    need((space.hex(), named, own, position) == (namespace, group, name, end), f"{named} at {position} is not {group}")
-    result = []
-    for index in range(count):
-        offset, length, checksum = ROW.unpack_from(blob, HEAD.size + letters + ROW.size * index)
-        need(offset == -(-size // PAGE) * PAGE, f"row {index} at {offset}")
-        result.append(blob[offset : offset + length])
-        size = offset + length
-        need(xxhash.xxh3_64_intdigest(result[-1]) == checksum and len(blob) >= size, f"row {index}: checksum")
-    need(len(blob) == size, f"{len(blob)} bytes instead of {size}")
-    return result
-
-
-def whole(files: Files, namespace: str, group: str, slices: int, name: bytes, end: int) -> list[bytes]:
-    """The rows of a group at one position, put together from slices of any way."""
-    pieces: dict[int, list[bytes]] = {}
-    for ways in (n for n in range(1, slices + 1) if slices % n == 0):
-        for index in range(ways):
-            full = group if ways == 1 else f"{group}.{index}of{ways}"
-            blob = files.get(f"objects/{namespace}/{full}/{name.hex()[:2]}/{name.hex()}")
-            if blob is not None:
-                each = slices // ways
-                found = rows(blob, namespace, full, name, end)
-                need(all(len(row) % each == 0 for row in found), f"{full}: its rows have no {each} slices")
-                for s in range(each):
-                    cut = [row[s * len(row) // each : (s + 1) * len(row) // each] for row in found]
-                    need(pieces.setdefault(index * each + s, cut) == cut, f"{full} at {end}: ways differ")
-    need(len(pieces) == slices, f"{group} at {end}: {len(pieces)} of {slices} slices")
-    return [b"".join(row) for row in zip(*(pieces[s] for s in range(slices)), strict=True)]
-
-
-def seen(group: Mapping[str, Any], end: int) -> int:
+def seen_from(group: Group, end: int) -> int:
     if "window" in group:
         return max(0, end - int(group["window"]) + 1)
     return end // int(group["chunk"]) * int(group["chunk"]) if "chunk" in group else 0
 
 
-def spans(group: Mapping[str, Any], end: int, block: int, stretch: int) -> list[tuple[int, int]]:
-    """First token and end of each object that position `end` needs."""
-    ends = [e for e in range(stretch, end, stretch) if e > seen(group, end)] + [end]
-    first = [max((e - 1) // stretch * stretch, seen(group, e) // block * block) for e in ends]
-    return [(f, e) for f, e in zip(first, ends, strict=True) if f < e]
+def spans_of(group: Group, end: int, block: int, stretch: int) -> list[tuple[int, int]]:
+    """First token and end of each object that is needed to resume at `end`."""
+    ends = [e for e in range(stretch, end, stretch) if e > seen_from(group, end)] + [end]
+    spans = [(max((e - 1) // stretch * stretch, seen_from(group, e) // block * block), e) for e in ends]
+    return [(first, e) for first, e in spans if first < e]
 
 
-def layers(group: Mapping[str, Any]) -> list[tuple[int, list[tuple[str, int, int]]]]:
-    """Each row's layer, and name, length and bytes of an element of each of its parts."""
-    found = []
-    for run in group["rows"]:
-        parts = [(name, length, SIZES[kind] * prod(inner)) for name, kind, length, inner in run["parts"]]
-        found += [(layer, parts) for layer in run["layers"]]
-    return found
+def whole(files: Mapping[str, bytes], namespace: str, group: str, slices: int, key: bytes, end: int) -> list[bytes]:
+    """The rows of a group at one position, put together from slices of any ways."""
+    pieces: dict[int, list[bytes]] = {}
+    for ways in (n for n in range(1, slices + 1) if slices % n == 0):
+        for number in range(ways):
+            name, each = group if ways == 1 else f"{group}.{number}of{ways}", slices // ways
+            blob = files.get(f"objects/{namespace}/{name}/{key.hex()[:2]}/{key.hex()}")
+            rows = rows_of(blob, (bytes.fromhex(namespace), name, key, end)) if blob is not None else None
+            for s in range(each) if rows is not None else ():
+                cut = [row[s * len(row) // each : (s + 1) * len(row) // each] for row in rows]
+                need(pieces.setdefault(number * each + s, cut) == cut, f"{name} at {end}: two ways differ")
+    need(len(pieces) == slices, f"{group} at {end}: {len(pieces)} of {slices} slices")
+    return [b"".join(row) for row in zip(*(pieces[s] for s in range(slices)), strict=True)]
 
 
-def read(files: Files | Path, namespace: str, salt: Sequence[str], tokens: Sequence[int]) -> Cache:
-    """What is needed to resume after `tokens`. `salt`: the salt and the extra keys."""
-    files = Directory(files) if isinstance(files, Path) else files
-    about, cache, end = layout(files, namespace), Cache(), len(tokens)
-    block, stretch = about["block_tokens"], about["stretch_tokens"]
-    for name, group in about["groups"].items():
-        token = group["role"] != "state"
-        for first, last in spans(group, end, block, stretch) if token else [(end - 1, end)]:
-            found = whole(files, namespace, name, group["slices"], key(salt, tokens, last, block), last)
-            for (layer, parts), row in zip(layers(group), found, strict=True):
-                if token:
-                    add_tokens(cache, layer, parts, np.frombuffer(row, np.uint8), first, last - first)
-                else:
-                    add_state(cache, layer, parts, np.frombuffer(row, np.uint8), group["slices"])
-    return cache
+def rows_of(blob: bytes, name: tuple[bytes, str, bytes, int]) -> list[bytes]:
+    """The rows of one object, all checked."""
+    magic, version, size, namespace, key, _, position, count, letters = HEAD.unpack_from(blob)
+    need(magic == b"hybridkv", f"magic {magic!r} is not known")
+    need(version == 1, f"version {version} is not known")
+    need(size == HEAD.size + letters + ROW.size * count + 8, f"{name}: a header of {size} bytes")
+    need(checksum(blob[: size - 8]) == int.from_bytes(blob[size - 8 : size], "little"), f"{name}: header checksum")
+    group = blob[HEAD.size : HEAD.size + letters].decode()
+    need((namespace, group, key, position) == name, f"{name}: the header has the name {group} at {position}")
+    rows = []
+    for index in range(count):
+        offset, length, expected = ROW.unpack_from(blob, HEAD.size + letters + ROW.size * index)
+        need(offset == -(-size // 4096) * 4096, f"{name}: row {index} at {offset}")
+        rows.append(blob[offset : offset + length])
+        need(checksum(rows[-1]) == expected, f"{name}: checksum of row {index}")
+        size = offset + length
+    need(len(blob) == size, f"{name}: {len(blob)} bytes instead of {size}")
+    return rows
 
 
-def add_tokens(cache: Cache, layer: int, parts: Any, row: Bytes, first: int, count: int) -> None:
-    heads = parts[0][1]
-    need(all(length == heads for _, length, _ in parts), f"layer {layer}: parts with different numbers of heads")
-    at, by_head = 0, row.reshape(heads, -1)
-    for name, _, size in parts:
+def checksum(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def add_tokens(cache: Cache, layer: int, row: bytes, parts: list[tuple[str, int, int]], first: int, count: int) -> None:
+    heads, at = parts[0][1], 0
+    by_head = np.frombuffer(row, np.uint8).reshape(heads, count * sum(size for _, _, size in parts))
+    for name, length, size in parts:
+        need(length == heads, f"layer {layer}: {name} has {length} heads, not {heads}")
         part = by_head[:, at : at + count * size].reshape(heads, count, size).transpose(1, 0, 2)
         start, before = cache.kv.get((layer, name), (first, part[:0]))
+        need(start + len(before) == first, f"layer {layer}: a gap before token {first}")
         cache.kv[layer, name] = start, np.concatenate([before, part])
         at += count * size
-    need(at == by_head.shape[1], f"layer {layer}: {by_head.shape[1]} bytes of a head instead of {at}")
 
 
-def add_state(cache: Cache, layer: int, parts: Any, row: Bytes, slices: int) -> None:
-    at, by_slice = 0, row.reshape(slices, -1)
+def state_of(row: bytes, parts: list[tuple[str, int, int]], slices: int) -> list[tuple[str, Bytes]]:
+    by_slice = np.frombuffer(row, np.uint8).reshape(slices, sum(n // slices * size for _, n, size in parts))
+    found, at = [], 0
     for name, length, size in parts:
-        part = by_slice[:, at : at + length // slices * size]
-        cache.states[layer, name] = part.reshape(length, size)
+        found.append((name, by_slice[:, at : at + length // slices * size].reshape(length, size)))
         at += length // slices * size
-    need(at == by_slice.shape[1], f"layer {layer}: {by_slice.shape[1]} bytes of a slice instead of {at}")
-
-
-def hidden(files: Files | Path, namespace: str, salt: Sequence[str], tokens: Sequence[int], layer: int) -> Bytes:
-    """The hidden states [tokens, bytes] after a layer."""
-    files = Directory(files) if isinstance(files, Path) else files
-    about = layout(files, namespace)
-    size, kind = about["hidden"]
-    found = []
-    for first, last in spans({}, len(tokens), about["block_tokens"], about["stretch_tokens"]):
-        name = key(salt, tokens, last, about["block_tokens"])
-        (row,) = whole(files, namespace, f"tap{layer}", 1, name, last)
-        found.append(np.frombuffer(row, np.uint8).reshape(last - first, size * SIZES[kind]))
-    return np.concatenate(found)
+    return found
