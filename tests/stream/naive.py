@@ -33,7 +33,12 @@ from tests.stream.reader import Bytes, Group, key_of, seen_from
 HIDDEN_SIZE = 3
 SIZES = (1, 2, 4, 8)
 """Tensor-parallel sizes."""
-_KINDS = {"full": FullAttention, "latent": LatentAttention, "state": LinearState, "tap": HiddenTap}
+_KINDS: dict[str, type[FullAttention | LinearState | HiddenTap]] = {
+    "full": FullAttention,
+    "latent": LatentAttention,
+    "state": LinearState,
+    "tap": HiddenTap,
+}
 
 
 class Axis(NamedTuple):

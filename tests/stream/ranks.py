@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from hybridkv.cache import CacheLayout
 from hybridkv.cache.tokens import lookup_key, pack_tokens
-from hybridkv.plan import GroupPlan, PartView, Plan, PlanOptions, make_plan
+from hybridkv.plan import GroupPlan, PartView, Plan, PlanOptions, Row, make_plan
 from hybridkv.spec import HiddenTap, LayerSpec, LinearState, ModelSpec, Part
 from hybridkv.store import Store
 from hybridkv.stream import BlockKeys, Catalogue, DumpPoint, HostPages, Load, Mover, PageRequest, StreamStats
@@ -28,14 +28,14 @@ class Rank:
     def __init__(
         self, spec: ModelSpec, store: Store, identity: str, stretch_tokens: int, seed: int, **options: Any
     ) -> None:
-        self.chance = random.Random(seed)
+        chance = np.random.default_rng(seed)
         self.store = store
         self.plan: Plan = make_plan(spec, PlanOptions(**{"memory_bytes": 1 << 21, **options}))
         self.catalogue = Catalogue(self.plan, CacheLayout.from_plan(self.plan), identity, stretch_tokens=stretch_tokens)
-        self.memory = bytearray(self.chance.randbytes(self.plan.arena_bytes))
+        self.memory = bytearray(chance.bytes(self.plan.arena_bytes))
         self.stats = StreamStats()
         self.mover = Mover(store, self.catalogue, HostPages(self.memory), self.stats, on_load=lambda: None)
-        self._slabs = self.chance.sample(range(1, self.plan.num_slabs), self.plan.num_slabs - 1)
+        self._slabs: list[int] = (1 + chance.permutation(self.plan.num_slabs - 1)).tolist()
         self._free: dict[str, list[int]] = {}
 
     @property
@@ -71,7 +71,7 @@ class Rank:
         free = self._free.setdefault(group.name, [])
         while len(free) < count:
             per_slab, slab = group.pages_per_slab, self._slabs.pop()
-            free += self.chance.sample(range(slab * per_slab, (slab + 1) * per_slab), per_slab)
+            free += reversed(range(slab * per_slab, (slab + 1) * per_slab))
         taken, free[:] = free[:count], free[count:]
         return taken
 
@@ -89,19 +89,26 @@ class Rank:
         """Write what a layer has of the request's tokens and states into `memory`, through the plan's views."""
         for group in self.plan.groups:
             for spec in (one for one in group.specs if one.layer == layer):
-                for view, row in ((view, row) for row in group.rows for view in row.views if view.layer == layer):
-                    part = next(part for part in spec.parts if part.name == view.part)
-                    if isinstance(spec, LinearState):
-                        for end, pages in request.states[group.name].items():
-                            whole = _view(memory, group, pages[row.page], view, 1)
-                            whole[...] = content(spec, part, tokens[: 4 * end]).reshape(whole.shape)
-                        continue
-                    name = f"tap{layer}" if isinstance(spec, HiddenTap) else group.name
-                    for block, page in enumerate(request.blocks.get(name, ())):
-                        for token in range(self.block_tokens) if page else ():
-                            end = block * self.block_tokens + token + 1
-                            if request.start < end <= request.end:
-                                _view(memory, group, page, view, 2)[token] = content(spec, part, tokens[: 4 * end])
+                for row in group.rows:
+                    for view in (view for view in row.views if view.layer == layer):
+                        part = next(part for part in spec.parts if part.name == view.part)
+                        for place, end in self._places(memory, request, spec, group, row, view):
+                            place[...] = content(spec, part, tokens[: 4 * end]).reshape(place.shape)
+
+    def _places(
+        self, memory: bytearray, request: PageRequest, spec: LayerSpec, group: GroupPlan, row: Row, view: PartView
+    ) -> Iterator[tuple[Bytes, int]]:
+        """Where a part of a layer lies, for each token and each state, and the number of tokens up to it."""
+        if isinstance(spec, LinearState):
+            for end, pages in request.states[group.name].items():
+                yield _view(memory, group, pages[row.page], view, 1), end
+            return
+        size, name = self.block_tokens, f"tap{spec.layer}" if isinstance(spec, HiddenTap) else group.name
+        for block, page in enumerate(request.blocks.get(name, ())):
+            whole = _view(memory, group, page, view, 2)
+            for end in range(block * size + 1, (block + 1) * size + 1) if page else ():
+                if request.start < end <= request.end:
+                    yield whole[end - 1 - block * size], end
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -139,6 +146,6 @@ class Rank:
 
 def _view(memory: bytearray, group: GroupPlan, page: int, view: PartView, axes: int) -> Bytes:
     """A part in a page, as bytes. The first `axes` axes have strides; the rest is one run of bytes."""
-    nbytes = int(np.prod(view.shape[axes:])) * view.dtype.nbytes
+    nbytes = prod(view.shape[axes:]) * view.dtype.nbytes
     shape, strides = (*view.shape[:axes], nbytes), (*view.strides_bytes[:axes], 1)
     return np.ndarray(shape, np.uint8, memory, group.page_offset(page) + view.offset_bytes, strides)

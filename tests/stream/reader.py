@@ -122,11 +122,12 @@ def whole(files: Mapping[str, bytes], namespace: str, group: str, slices: int, k
     for ways in (n for n in range(1, slices + 1) if slices % n == 0):
         for number in range(ways):
             name, each = group if ways == 1 else f"{group}.{number}of{ways}", slices // ways
-            blob = files.get(f"objects/{namespace}/{name}/{key.hex()[:2]}/{key.hex()}")
-            rows = rows_of(blob, (bytes.fromhex(namespace), name, key, end)) if blob is not None else None
-            for s in range(each) if rows is not None else ():
-                cut = [row[s * len(row) // each : (s + 1) * len(row) // each] for row in rows]
-                need(pieces.setdefault(number * each + s, cut) == cut, f"{name} at {end}: two ways differ")
+            path = f"objects/{namespace}/{name}/{key.hex()[:2]}/{key.hex()}"
+            if path in files:
+                rows = rows_of(files[path], (bytes.fromhex(namespace), name, key, end))
+                for s in range(each):
+                    cut = [row[s * len(row) // each : (s + 1) * len(row) // each] for row in rows]
+                    need(pieces.setdefault(number * each + s, cut) == cut, f"{name} at {end}: two ways differ")
     need(len(pieces) == slices, f"{group} at {end}: {len(pieces)} of {slices} slices")
     return [b"".join(row) for row in zip(*(pieces[s] for s in range(slices)), strict=True)]
 
