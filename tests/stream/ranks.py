@@ -34,7 +34,7 @@ class Rank:
         self.catalogue = Catalogue(self.plan, CacheLayout.from_plan(self.plan), identity, stretch_tokens=stretch_tokens)
         self.memory = bytearray(chance.bytes(self.plan.arena_bytes))
         self.stats = StreamStats()
-        self.mover = Mover(store, self.catalogue, HostPages(self.memory), self.stats, on_load=lambda: None)
+        self.mover = self._mover(store)
         self._slabs: list[int] = (1 + chance.permutation(self.plan.num_slabs - 1)).tolist()
         self._free: dict[str, list[int]] = {}
 
@@ -139,6 +139,14 @@ class Rank:
             assert time.monotonic() < deadline
             time.sleep(0.0002)
         return load
+
+    def use(self, store: Store) -> None:
+        """From now on load from this store and dump into it."""
+        self.close()
+        self.mover = self._mover(store)
+
+    def _mover(self, store: Store) -> Mover:
+        return Mover(store, self.catalogue, HostPages(self.memory), self.stats, on_load=lambda: None)
 
     def close(self) -> None:
         self.mover.close(5.0, 2.0)

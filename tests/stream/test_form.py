@@ -42,7 +42,7 @@ Objects = dict[tuple[str, bytes], tuple[int, list[bytes]]]
 
 
 class Prompt(NamedTuple):
-    """Tokens that an engine computes, in steps that end at `steps`. `ends`: of objects; True where others may resume."""
+    """Tokens that an engine computes in `steps`. `ends`: where objects end; True where others may resume."""
 
     tokens: list[int]
     ends: dict[int, bool]
