@@ -223,7 +223,8 @@ def key_values(draw: st.DrawFn) -> tuple[PartOf, ...]:
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[PartOf, ...]:
-    conv = PartOf("conv", tuple(draw(st.lists(st.one_of(shared, own), min_size=1, max_size=3))), (2,), draw(dtypes))
+    kinds = st.sampled_from([draw(own), draw(shared)])  # such as B B C B: runs of one kind at unequal distances
+    conv = PartOf("conv", tuple(draw(st.lists(kinds, min_size=1, max_size=4))), (2,), draw(dtypes))
     heads = draw(own)._replace(size=1)
     recurrent = PartOf("recurrent", (heads,), (draw(st.integers(1, 3)), draw(st.integers(1, 3))), draw(dtypes))
     return draw(st.sampled_from([(conv, recurrent), (recurrent,), (conv,)]))

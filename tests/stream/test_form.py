@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from hybridkv.cache.tokens import pack_tokens
 from hybridkv.errors import ParallelismError
 from hybridkv.plan.layout import ROW_ORDERS
 from hybridkv.spec import DType, LayerSpec, Part
-from hybridkv.store import FileStore, MemoryStore, ObjectName, Store
+from hybridkv.store import FileStore, MemoryStore, ObjectName, Store, Writer
 from hybridkv.store.memory import MemoryBlobs
 from hybridkv.stream import DumpPoint, PageRequest
 from tests.stream.naive import SIZES, Axis, Layer, Naive, PartOf, StoredRows, models
@@ -126,6 +129,18 @@ def write(model: Naive, tp: int, store: Store, options: Mapping[str, Any], seed:
         return ranks[0].catalogue.namespace
 
 
+class NotingStore(MemoryStore):
+    """Knows every object that was begun, also if it was there already."""
+
+    def __init__(self) -> None:
+        super().__init__(64 << 20)
+        self.begun: Counter[tuple[str, bytes]] = Counter()
+
+    def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        self.begun[name.group, bytes.fromhex(name.key)] += 1
+        return super().create(name, row_bytes, value=value, position=position)
+
+
 def contents(store: Store) -> Objects:
     found: Objects = {}
     for stored in store.objects():
@@ -159,21 +174,22 @@ def files_of(store: MemoryStore) -> dict[str, bytes]:
 @forms
 @given(st.data())
 def test_objects_have_the_same_bytes_whatever_plan_computed_them(data: st.DataObject) -> None:
-    """Exactly the objects of the naive description are there: what ranks hold alike is written once."""
+    """Exactly the objects of the naive description are written. What ranks hold alike is written by one of them."""
     model = data.draw(models())
     given = data.draw(prompts(model))
     namespaces = set()
     for tp in data.draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=2, unique=True)):
-        store = MemoryStore(64 << 20)
+        store = NotingStore()
         namespaces.add(write(model, tp, store, data.draw(options_of(model)), data.draw(st.integers(0, 99)), given))
         assert contents(store) == expected_of(model, given, tp)
+        assert store.begun == sum((Counter(expected_of(model, [prompt], tp).keys()) for prompt in given), Counter())
     assert len(namespaces) == 1
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def mix(store: MemoryStore, model: Naive, sizes: Sequence[int], chance: random.Random, namespace: str) -> None:
+def mix(store: MemoryStore, chance: random.Random) -> None:
     """Of each group at each position keep all objects of one way, and some of the others."""
     by_place: dict[tuple[str, str], dict[int, list[ObjectName]]] = {}
     for stored in store.objects():
@@ -240,7 +256,7 @@ def test_any_engine_and_the_reader_load_any_mix_of_ways(data: st.DataObject) -> 
     store = MemoryStore(64 << 20)
     for tp in sizes:
         namespace = write(model, tp, store, data.draw(options_of(model)), seed + tp, given)
-    mix(store, model, sizes, random.Random(seed), namespace)
+    mix(store, random.Random(seed))
     files = files_of(store)
     resumable = [(prompt, end) for prompt in given for end, resumes in prompt.ends.items() if resumes]
     for prompt, end in resumable:
@@ -341,6 +357,19 @@ def test_the_reader_reads_a_directory_and_refuses_what_it_does_not_know(tmp_path
     about.write_text(json.dumps(info | {"layout": info["layout"] + " "}))
     with pytest.raises(UnreadableError, match="its layout has the digest"):
         read(tmp_path, namespace, [""], prompt.tokens)
+    for place, change, what in [
+        ((), {"format": 3}, "format 3 is not known"),
+        ((), {"rotated": 1}, "field rotated is not known"),
+        (("groups", "full"), {"role": "tree"}, "role tree is not known"),
+        (("groups", "full"), {"padding": 1}, "field padding is not known"),
+        (("groups", "full", "rows", 0), {"scale": 1}, "field scale is not known"),
+    ]:
+        layout = json.loads(info["layout"])
+        reduce(lambda outer, name: outer[name], place, layout).update(change)
+        text = json.dumps(layout)
+        other = blake2b(text.encode(), digest_size=16).hexdigest()
+        with pytest.raises(UnreadableError, match=what):
+            read({f"about/{other}.json": json.dumps({"layout": text}).encode()}, other, [""], prompt.tokens)
     about.write_text(json.dumps(info))
     path = next((tmp_path / "hybridkv-v1" / "objects").rglob(key_of([""], prompt.tokens, 90, 4).hex()))
     good = path.read_bytes()
