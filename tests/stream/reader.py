@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+from xxhash import xxh3_64_intdigest as checksum
 
 Bytes = npt.NDArray[np.uint8]
 Group = Mapping[str, Any]
@@ -150,10 +150,6 @@ def rows_of(blob: bytes, name: tuple[bytes, str, bytes, int]) -> list[bytes]:
         size = offset + length
     need(len(blob) == size, f"{name}: {len(blob)} bytes instead of {size}")
     return rows
-
-
-def checksum(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def add_tokens(cache: Cache, layer: int, row: bytes, parts: list[tuple[str, int, int]], first: int, count: int) -> None:

@@ -22,13 +22,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hybridkv.cache.tokens import pack_tokens
+from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.errors import ParallelismError
 from hybridkv.plan.layout import ROW_ORDERS
 from hybridkv.spec import DType, LayerSpec, Part
 from hybridkv.store import FileStore, MemoryStore, ObjectName, Store, Writer
 from hybridkv.store.memory import MemoryBlobs
-from hybridkv.stream import DumpPoint, PageRequest
+from hybridkv.stream import BlockKeys, DumpPoint, PageRequest
 from tests.stream.naive import SIZES, Axis, Layer, Naive, PartOf, StoredRows, models
 from tests.stream.ranks import Content, Rank
 from tests.stream.reader import Bytes, UnreadableError, key_of, read, seen_from, spans_of
@@ -362,15 +362,16 @@ def test_the_reader_reads_a_directory_and_refuses_what_it_does_not_know(tmp_path
     about.write_text(json.dumps(info | {"layout": info["layout"] + " "}))
     with pytest.raises(UnreadableError, match="its layout has the digest"):
         read(tmp_path, namespace, [""], prompt.tokens)
-    for place, change, what in [
+    changes: list[tuple[tuple[str | int, ...], dict[str, Any], str]] = [
         ((), {"format": 3}, "format 3 is not known"),
         ((), {"rotated": 1}, "field rotated is not known"),
         (("groups", "full"), {"role": "tree"}, "role tree is not known"),
         (("groups", "full"), {"padding": 1}, "field padding is not known"),
         (("groups", "full", "rows", 0), {"scale": 1}, "field scale is not known"),
-    ]:
-        layout = json.loads(info["layout"])
-        reduce(lambda outer, name: outer[name], place, layout).update(change)
+    ]
+    for path_to, change, what in changes:
+        layout: Any = json.loads(info["layout"])
+        reduce(lambda outer, name: outer[name], path_to, layout).update(change)
         text = json.dumps(layout)
         other = blake2b(text.encode(), digest_size=16).hexdigest()
         with pytest.raises(UnreadableError, match=what):
@@ -382,6 +383,13 @@ def test_the_reader_reads_a_directory_and_refuses_what_it_does_not_know(tmp_path
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(UnreadableError, match=what):
             read(tmp_path, namespace, [""], prompt.tokens)
+
+
+@pytest.mark.parametrize("salt", [[""], ["tenant"], ["", "adapter"], ["tenant", "ä", ""]])
+def test_the_reader_makes_the_same_keys(salt: list[str]) -> None:
+    tokens, ends = list(range(150)), range(1, 151)
+    keys = BlockKeys(lookup_key(salt[0], salt[1:]).root, 4).at(ends, pack_tokens(tokens))
+    assert keys == {end: key_of(salt, tokens, end, 4) for end in ends}
 
 
 # --- what cannot be shared --------------------------------------------------------------------------------------------
