@@ -17,7 +17,7 @@ MORE := 0.7
 
 .PHONY: help setup setup-vllm setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-store prove-stream prove-taps \
+	prove-cache prove-engine prove-form prove-store prove-stream prove-taps \
 	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream
 
 help: ## Show the targets
@@ -96,6 +96,9 @@ prove-engine: setup ## Random lives of requests: 20 of each family, every logit 
 
 prove-stream: setup ## Random lives of requests on stores with random faults: 40 of each mix of layers
 	HYBRIDKV_LIVES=40 $(BIN)/pytest -n auto tests/stream/test_lives.py -k random_life
+
+prove-form: setup ## Random models through stores: 1,000 of each property of the stored form, byte by byte
+	HYBRIDKV_FORMS=1000 $(BIN)/pytest -n auto tests/stream/test_form.py
 
 prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
 	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill

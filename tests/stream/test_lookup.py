@@ -122,3 +122,19 @@ def test_objects_of_other_tensor_parallel_sizes_count_if_all_slices_are_there(fa
         store.names.remove(lost)
         assert last(store, catalogue, keys, 0) < end
         store.names.add(lost)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "mamba2"])
+def test_a_short_reply_of_another_tensor_parallel_size_is_found(family: str) -> None:
+    """Its prompt's end, at a block's end, is the first sign of the other engine. No stretch is full."""
+    catalogue = catalogue_of(family)
+    keys = keys_of(catalogue)
+    halves = {group.name: Run(0, 2).of_group(group.name) for group in catalogue.groups if group.slices > 1}
+    store = Counted()
+    for end in (16, 29):
+        for name in needed(catalogue, keys, 0, end):
+            runs = [f"{name.group}.{n}of2" for n in range(2)] if name.group in halves else [name.group]
+            store.names |= {ObjectName(name.namespace, run, name.key) for run in runs}
+    found = last_stored(store, catalogue, Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 31))
+    assert found == 29
+    assert store.asked <= 4

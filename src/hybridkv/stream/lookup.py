@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hybridkv.cache import Role
 from hybridkv.store import Store
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.form import StoredGroup
+from hybridkv.stream.form import Run, StoredGroup
 
 _EXACT_TOKENS = 512
 """Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
@@ -102,14 +102,21 @@ class _Lookup:
         Other ways than this engine's are looked up at block ends, and everywhere once an object of another was found.
         """
         own, *others = (way[0] for way in group.ways)
-        keys, size = self._prompt.keys_at(ends), self._catalogue.block_tokens
+        size = self._catalogue.block_tokens
         asked = [(end, run) for end in ends for run in (own, *others) if run is own or self._others or end % size == 0]
-        names = [self._catalogue.name(group, keys[end], run) for end, run in asked]
-        found = (
-            [one for one, is_there in zip(asked, self._store.lookup(names), strict=True) if is_there] if names else []
-        )
-        self._others = self._others or any(run is not own for _, run in found)
+        found = self._stored(group, asked)
+        if not self._others and any(run is not own for _, run in found):
+            self._others = True
+            found += self._stored(group, [(end, run) for end in ends for run in others if end % size])
         return {end for end, _ in found}
+
+    def _stored(self, group: StoredGroup, asked: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
+        """Those of the objects, given by their ends and runs of slices, that exist."""
+        if not asked:
+            return []
+        keys = self._prompt.keys_at({end for end, _ in asked})
+        is_there = self._store.lookup([self._catalogue.name(group, keys[end], run) for end, run in asked])
+        return [one for one, found in zip(asked, is_there, strict=True) if found]
 
     def _has_all(self, end: int) -> bool:
         """Whether every group has all slices of every object it needs, each divided in one way or another."""
