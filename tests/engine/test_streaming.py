@@ -113,7 +113,8 @@ def test_a_restart_with_other_options_finds_its_objects_or_none(
         assert engine._streaming is not None
         assert not engine._streaming.streamer.stats.failures
         is_same = engine._streaming.streamer.catalogue.namespace == before
-    assert is_same == ("memory" in options or (family == "llama" and "state_dtype" in options))
+    plans = {"memory", "row_layers", "attn_pack_size", "row_order"}
+    assert is_same == (not plans.isdisjoint(options) or (family == "llama" and "state_dtype" in options))
     assert result.cached_tokens == (288 if is_same else 0)
     assert result.token_ids == expected
     assert len(namespaces(tmp_path)) == (1 if is_same else 2)

@@ -35,6 +35,7 @@ def clean_store(family: str) -> BlobStore:
     driver = StreamDriver(model_of(family), store, "layerwise")
     driver.add("beside", BESIDE, LONG)
     driver.add("late", LATE, LONG)
+    driver.add("late and brief", LATE, BRIEF)
     driver.run()
     driver.drain()
     driver.runner.close()
@@ -114,6 +115,41 @@ def test_a_request_alone_waits_for_its_load(family: str) -> None:
     assert driver.stats.loads == {"layerwise": 1}
     assert driver.stats.wait_seconds > 2 * STEP_WAIT_S
     driver.end()
+
+
+@functools.cache
+def next_turn(family: str) -> list[int]:
+    """A prompt that goes on after the stored reply, which ends at token 91, inside a block."""
+    driver = StreamDriver(model_of(family), copy_of(filled(family, STORED)))
+    driver.add("a", SHARED, BRIEF)
+    reply = driver.run()["a"].completions[0].token_ids
+    driver.close()
+    return SHARED + reply + prompt(9, 2)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_late_load_that_ends_inside_a_block_begins_again(family: str, place: str) -> None:
+    """The step has written tokens to the load's last page, so what it left must not be read."""
+    driver = LateDriver(family, place)
+    driver.add("beside", BESIDE, LONG)
+    while not driver.num_tokens("beside"):
+        driver.step()
+    driver.add("late", next_turn(family), BRIEF)
+    driver.until_late()
+    before = driver.num_tokens("beside")
+    for _ in range(5):
+        driver.step()
+    assert driver.num_tokens("beside") == before + 5, "the other one goes on"
+    driver.fault.release.set()
+    results = driver.run()
+    assert results["late"].cached_tokens == 91
+    assert driver.stats.late_loads == 1
+    assert driver.stats.loads == {"async": 1}
+    assert not driver.stats.failures
+    for name in driver.results:
+        check_greedy(driver, name)
+    driver.close()
 
 
 @pytest.mark.parametrize("family", KINDS)

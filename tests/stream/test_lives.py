@@ -553,10 +553,12 @@ def clean_life(family: str, lived: StreamDriver, below: Any) -> Any:
             driver.cache.reset()
             driver.add(f"{name}.{index}", [*whole, 5], replace(GREEDY, max_tokens=1), breakpoints=ends)
             driver.run()
+            driver.add(f"{name}.{index} to the token", whole[:-1], replace(GREEDY, max_tokens=1))
+            driver.run()
     for length, seed in ((80, 0), (80, 1)):
         driver.cache.reset()
         ends = [size for size in sizes if size <= length]
-        driver.add(f"filled {seed}", prompt(length, seed), GREEDY, breakpoints=ends)
+        driver.add(f"filled {seed}", prompt(length, seed), BRIEF, breakpoints=ends)
         driver.run()
     driver.drain()
     driver.runner.close()

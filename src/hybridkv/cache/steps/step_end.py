@@ -60,7 +60,7 @@ class StepEnd:
         if kept_positions and target >= pages.slide_at:
             self._slide(lease, target)
         if loaded and target <= step.loaded_to and target < step.end:  # the content after `target` is not valid
-            self._clear_own_blocks(lease)
+            self._clear_blocks(lease, -(-target // self.block_tokens))
             self.placement.trim(lease)
 
     def _checkpoint_positions(self, kept: Sequence[Kept], target: int) -> list[int]:
@@ -96,7 +96,7 @@ class StepEnd:
     def drop_step(self, lease: Lease, step: InFlight) -> None:
         """Drop the step of a lease that is about to end."""
         if step.loaded_to > step.start:
-            self._clear_own_blocks(lease)
+            self._clear_blocks(lease, lease.computed // self.block_tokens)
         self.drop_kept(step.kept)
         self.groups.drop_states(step.old_states)
 
@@ -111,18 +111,17 @@ class StepEnd:
         bad = step.poisoned
         loaded = step.loaded_to > step.start
         if loaded:
-            self._clear_own_blocks(lease)
+            self._clear_blocks(lease, lease.computed // self.block_tokens)
         if loaded or step.in_place or (bad is not None and bad < step.start):
             self.placement.reattach(lease, step.start if bad is None else min(bad, step.start))
         elif bad is not None:
             self.placement.trim(lease)
 
-    def _clear_own_blocks(self, lease: Lease) -> None:
-        """Zero the pages of a failed load, so that their next holder does not read its leftovers.
+    def _clear_blocks(self, lease: Lease, first: int) -> None:
+        """Zero the lease's own pages from block `first` on, so that their next holder does not read what a load left.
 
-        A partial block at the lease's end was overwritten too: the lease drops it and goes back.
+        After a failed load a partial block at the lease's end was overwritten too: the lease drops it and goes back.
         """
-        first = lease.computed // self.block_tokens
         for pool, table in zip(self.groups.token_pools, lease.pages.tables, strict=True):
             for page in () if table is None else table[first:]:
                 if page != NULL_PAGE:

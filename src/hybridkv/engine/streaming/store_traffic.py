@@ -144,6 +144,9 @@ class Streaming:
         lease, transfer = sample.lease, sample.transfer
         assert lease is not None
         assert transfer is not None
+        if transfer.was_late:
+            self._load_alone(sample, lease, transfer)
+            return None
         num_loaded = transfer.position - lease.computed
         count = num_loaded + min(num_tokens, lease.num_tokens - transfer.position)
         tables = self._cache.extend(lease, count, num_loaded=num_loaded)
@@ -260,17 +263,23 @@ class Streaming:
         """Discard the step of a sample that lacks rows.
 
         After a failed load the sample is rolled back, and keeps tokens that were loaded completely. A late load becomes
-        asynchronous: the lease stays in flight until `collect` commits the load.
+        asynchronous: the lease stays in flight until `collect` commits the load. If it ends inside a block, it begins
+        again: the step has written to the same page.
         """
         assert self._step is not None
         if sample not in self._step.late:
             self._commit(sample)
             return
         assert sample.transfer is not None
-        del self._step.loads[sample]
-        sample.transfer.is_late()
-        self._loading.append(sample)
+        load = self._step.loads.pop(sample)
         self.streamer.stats.late_loads += 1
+        if load.end % self._cache.block_tokens == 0:
+            sample.transfer.is_late()
+            self._loading.append(sample)
+            return
+        load.give_up("aborted", RequestError("the load was late"))
+        self._commit(sample)
+        sample.transfer.begins_again()
 
     def judge(self, sample: Sample, counts: bool) -> None:
         """Decide whether `end_step` publishes the dumps of a sample's step."""

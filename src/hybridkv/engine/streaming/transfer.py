@@ -7,7 +7,7 @@
       └───────────────► DONE                  the store adds nothing, or there is no room for what it adds
 
 LOADING and IN_STEP end in FAILED if a row is missing, bad or late. A load that hangs needs no state: giving it up takes
-effect at once.
+effect at once. A late load that ends inside a block goes back to FOUND, and then on to LOADING.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage(Enum):
 class Transfer:
     """One sample's transfer, from the lookup until the sample goes back to the queue."""
 
-    __slots__ = ("fetch", "lease", "load", "position", "stage")
+    __slots__ = ("fetch", "lease", "load", "position", "stage", "was_late")
 
     def __init__(self, fetch: Fetch | None) -> None:
         """`fetch`: None if no lookup was worthwhile."""
@@ -42,6 +42,8 @@ class Transfer:
         """Token position at which the sample resumes after the load."""
         self.lease: Lease | None = None
         """The lease whose pages are filled."""
+        self.was_late = False
+        """A step did not wait for its rows: it loads asynchronously now."""
         self.load: Load | None = None
 
     @property
@@ -61,6 +63,11 @@ class Transfer:
         """Called when the step goes on without the load, which continues beside later steps."""
         self._leave(Stage.IN_STEP)
         self.stage = Stage.LOADING
+
+    def begins_again(self) -> None:
+        """Called when the step goes on without the load, which was given up."""
+        self._leave(Stage.IN_STEP)
+        self.stage, self.was_late, self.load = Stage.FOUND, True, None
 
     def end(self) -> None:
         """Called when the load has ended, or when nothing will be loaded."""
