@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     bench.fill()
     compute = statistics.median(bench.compute())
     recompute = statistics.median(bench.recompute())
-    nbytes = sum(stored.nbytes for stored in bench.objects.objects())
+    nbytes = sum(one.nbytes for one in bench.objects.objects() if (one.position or 0) <= args.stored)
     print(f"{args.model}: compute {compute:.3f} s, recompute all {recompute:.3f} s, {nbytes / 2**20:.0f} MiB stored")
     results = []
     for share in SHARES:
