@@ -122,13 +122,21 @@ class _Lookup:
         """Whether every group has all slices of every object it needs, each divided in one way or another."""
         needed = [(group, e) for group in self._token_groups for e in self._needs(group, end)]
         needed += [(group, end) for group in self._catalogue.state_groups]
-        keys = self._prompt.keys_at({e for _, e in needed})
-        ways = [
-            [[self._catalogue.name(group, keys[e], run) for run in way] for way in group.ways] for group, e in needed
-        ]
-        names = [name for of_one in ways for way in of_one for name in way]
-        found = dict(zip(names, self._store.lookup(names), strict=True)) if names else {}
-        return all(any(all(found[name] for name in way) for way in of_one) for of_one in ways)
+        lacking = self._lacking(needed, lambda group: group.ways[:1])
+        return not lacking or not self._lacking(lacking, lambda group: group.ways[1:])
+
+    def _lacking(
+        self, needed: Sequence[tuple[StoredGroup, int]], ways_of: Callable[[StoredGroup], list[list[Run]]]
+    ) -> list[tuple[StoredGroup, int]]:
+        """Those of the needed groups and ends of which none of these ways has all slices."""
+        keys = self._prompt.keys_at({end for _, end in needed})
+        names = {
+            (group, end): [[self._catalogue.name(group, keys[end], run) for run in way] for way in ways_of(group)]
+            for group, end in needed
+        }
+        asked = [name for ways in names.values() for way in ways for name in way]
+        found = dict(zip(asked, self._store.lookup(asked), strict=True)) if asked else {}
+        return [one for one, ways in names.items() if not any(all(found[name] for name in way) for way in ways)]
 
     def _needs(self, group: StoredGroup, end: int) -> list[int]:
         return self._catalogue.ends(group, self._first_needed(group), end)
