@@ -24,7 +24,8 @@ from hybridkv.cache import CacheLayout, Role
 from hybridkv.cache.retention.policy import affordable_grid
 from hybridkv.plan import Plan
 from hybridkv.store import ObjectName
-from hybridkv.stream.form import Run, StoredGroup, StoredLayer, stored_groups, tap_groups
+from hybridkv.stream.form import Run, StoredGroup, StoredLayer
+from hybridkv.stream.slicing import stored_groups, tap_groups
 
 FORMAT = 2
 STRETCH_TOKENS = 256

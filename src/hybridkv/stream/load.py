@@ -10,120 +10,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hybridkv.cache import Role
-from hybridkv.errors import StoreError
-from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, StoreFault, UnknownFormat
+from hybridkv.store import CorruptObject, MissingObject, ObjectName, Store, StoreFault, UnknownFormat
 from hybridkv.stream.boxes import Span
 from hybridkv.stream.catalogue import Catalogue, Stretch
-from hybridkv.stream.form import Chunk, Run, StoredGroup
+from hybridkv.stream.form import Chunk
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
+from hybridkv.stream.source import Source
 from hybridkv.workers import Workers
 
 _ALL_LAYERS = 1 << 30
 
 
-class _Source:
-    """The objects that hold what this rank needs of one group at one position. The first read opens them.
-
-    The slices may have been divided among more writers or fewer than there are readers now: `ways`.
-    """
-
-    def __init__(self, store: Store, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int) -> None:
-        self.group = group
-        self.num_tokens = catalogue.num_tokens(group, end)
-        self.names: list[ObjectName] = []
-        """Objects that were opened."""
-        self._store = store
-        self._ways = [[(run, catalogue.name(group, key, run)) for run in way] for way in group.ways]
-        self._held = group.run.slices(group.slices)
-        self._lock = threading.Lock()
-        self._readers: list[tuple[Run, Reader]] = []
-        self._error: Exception | None = None
-        """Error of the first open. Later rows raise it too; a second open of a deleted corrupt object would differ."""
-
-    def read(self, chunk: Chunk, staged: memoryview) -> None:
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not self._readers:
-                try:
-                    self._readers = self._open()
-                except Exception as error:
-                    self._error = error
-                    raise
-            readers = self._readers
-        for run, reader in readers:
-            for number, place in chunk.pieces(self.num_tokens):
-                self._read_row(reader, run.slices(self.group.slices), number, staged[place])
-
-    def _read_row(self, reader: Reader, theirs: range, number: int, mine: memoryview) -> None:
-        """Read one row, which has the slices `theirs`. A row is verified whole, so it is read whole."""
-        size = len(mine) // len(self._held)
-        first = theirs.start - self._held.start
-        if first >= 0 and len(theirs) <= len(self._held):
-            reader.read(number, [mine[first * size : (first + len(theirs)) * size]])
-        else:
-            whole = memoryview(bytearray(len(theirs) * size))
-            reader.read(number, [whole])
-            mine[:] = whole[-first * size : -first * size + len(mine)]
-
-    def close(self) -> None:
-        """Call after the last read."""
-        with self._lock:
-            readers, self._readers = self._readers, []
-            self._error = self._error or RuntimeError("closed")
-        _close(readers)
-
-    def _open(self) -> list[tuple[Run, Reader]]:
-        """Open the objects of the first way that is there."""
-        missing: MissingObject | UnknownFormat | None = None
-        for way in self._ways:
-            needed = [(run, name) for run, name in way if _overlap(run.slices(self.group.slices), self._held)]
-            readers: list[tuple[Run, Reader]] = []
-            try:
-                for run, name in needed:
-                    readers.append((run, self._open_one(run, name)))
-            except (MissingObject, UnknownFormat) as error:
-                _close(readers)
-                missing = missing or error
-            except BaseException:
-                _close(readers)
-                raise
-            else:
-                self.names = [name for _, name in needed]
-                return readers
-        assert missing is not None
-        raise missing
-
-    def _open_one(self, run: Run, name: ObjectName) -> Reader:
-        reader, expected = self._store.open(name), self.group.row_bytes(self.num_tokens, run)
-        found = [row.nbytes for row in reader.header.rows]
-        if found != expected:
-            reader.close()
-            self._store.delete([name])  # while it exists, a correct one cannot be written
-            raise CorruptObject(f"{name}: rows of {found[:3]}... bytes instead of {expected[:3]}...")
-        return reader
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
-def _close(readers: Sequence[tuple[Run, Reader]]) -> None:
-    for _, reader in readers:
-        with suppress(StoreError, OSError):
-            reader.close()
-
-
 class _Task(NamedTuple):
     """One chunk of a group at one position, and the pages that it goes to."""
 
-    source: _Source
+    source: Source
     chunk: Chunk
     span: Span
     start: int
@@ -329,14 +235,14 @@ def _tasks(store: Store, catalogue: Catalogue, request: PageRequest, keys: Mappi
     for group in catalogue.needed(request.blocks):
         for e in catalogue.ends(group, start, end):
             stretch = catalogue.stretch(group, e)
-            source = _Source(store, catalogue, group, keys[e], e)
+            source = Source(store, catalogue, group, keys[e], e)
             for chunk in group.chunks:
                 pages = _pages_to_fill(request, chunk.table, stretch, group.sight.first_visible_block(end, size), size)
                 if any(page is not None for page in pages):
                     span = Span(pages, source.num_tokens, size)
                     tasks.append(_Task(source, chunk, span, stretch.first * size, e))
     for group in catalogue.state_groups:
-        source = _Source(store, catalogue, group, keys[end], end)
+        source = Source(store, catalogue, group, keys[end], end)
         for chunk in group.chunks:
             page = request.states[chunk.table][end][chunk.row.page]
             tasks.append(_Task(source, chunk, Span([page], 1, 1), start, end))
