@@ -16,7 +16,7 @@ from hybridkv import Engine, SamplingParams
 from hybridkv.engine.results import Completion
 from hybridkv.engine.runner import find_decoder
 from hybridkv.errors import RequestError
-from tests.engine.drive import GREEDY, Driver, memory_for
+from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -213,6 +213,20 @@ def test_taps_of_other_layers_on_ones_own_path_are_evicted() -> None:
     driver.add("one", prompt(392, 1) + prompt(100, 2), tapped(0, hidden_tokens="all"))
     check_all(driver)
     assert driver.cache.stats.taps_evicted
+
+
+@pytest.mark.parametrize("family", ["mamba2", "llama", "falcon_h1"])
+def test_a_tap_joins_after_a_reply_that_ended_inside_a_block(family: str) -> None:
+    """Its checkpoint has tokens of a partial block, and on models without token groups no page of them."""
+    driver = Driver(build(family))
+    driver.add("plain", prompt(40, 1), replace(GREEDY, max_tokens=5))
+    talk = prompt(40, 1) + driver.run()["plain"].token_ids
+    driver.add("joins", prompt(20, 9), replace(GREEDY, hidden_layers=(1,), max_tokens=1))
+    driver.run()
+    driver.add("next", talk + prompt(5, 2), replace(GREEDY, hidden_layers=(1,), max_tokens=2))
+    assert driver.run()["next"].cached_tokens == 0
+    check_greedy(driver, "next")
+    driver.cache.check_integrity()
 
 
 def test_an_aborted_reply_has_no_rows() -> None:

@@ -17,6 +17,8 @@ from tests.store.samples import load, name_of, rows_of, save
 
 def test_one_url_is_one_guarded_store(tmp_path: Path) -> None:
     for url in ("memory://?size=1MiB", f"file://{tmp_path}?size=1MiB&direct=off&sync=yes"):
+        with open_store(url) as store:
+            assert isinstance(store, Guarded)
         with open_store([url]) as store:
             assert isinstance(store, Guarded)
             assert save(store, name_of(1))

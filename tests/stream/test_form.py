@@ -247,7 +247,7 @@ def check_load(model: Naive, rank: Rank, prompt: Prompt, end: int) -> None:
 
 
 def may_find(model: Naive, prompt: Prompt, end: int, num_sizes: int) -> bool:
-    """Ends inside blocks are found by engines of other sizes if those who wrote them also wrote a block's end before."""
+    """Engines of other sizes find ends inside blocks if those who wrote them also wrote a block's end before."""
     if end % model.block_tokens == 0:
         return True
     before = any(resumes and e % model.block_tokens == 0 for e, resumes in prompt.ends.items() if e <= end)

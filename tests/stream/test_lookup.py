@@ -51,11 +51,21 @@ def needed(catalogue: Catalogue, keys: dict[int, bytes], start: int, end: int, m
     names = {catalogue.name(group, keys[end]) for group in catalogue.state_groups}
     stretch_tokens = catalogue.stretch_blocks * SIZE
     for group in catalogue.token_groups:
-        first = max(start, matched) if group.role is Role.FULL else start
+        first = max(start, min(matched, end // SIZE * SIZE)) if group.role is Role.FULL else start
         for position in range(max(first, group.sight.first_visible(end)), end):
             span_end = min((position // stretch_tokens + 1) * stretch_tokens, end)
             names.add(catalogue.name(group, keys[span_end]))
     return names
+
+
+def test_hidden_states_that_are_not_stored_are_noticed_in_few_lookups() -> None:
+    catalogue = catalogue_of("llama")
+    keys = keys_of(catalogue)
+    store = Counted()
+    store.names = {catalogue.name(group, keys[end]) for group in catalogue.groups for end in range(16, 401, 16)}
+    prompt = Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 400, taps=["tap1"])
+    assert last_stored(store, catalogue, prompt) == 0
+    assert store.asked <= 3
 
 
 def last(store: Counted, catalogue: Catalogue, keys: dict[int, bytes], start: int, matched: int = 0) -> int:

@@ -84,6 +84,28 @@ def test_blocks_that_memory_has_without_their_state_are_not_read_again(family: s
     driver.close()
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_the_last_block_of_a_reply_is_needed_even_if_memory_has_the_whole_block(family: str) -> None:
+    """Memory supplies whole blocks. The reply's end is evicted from the store, so the prompt resumes before it."""
+    below = plain_store()
+    first = StreamDriver(model_of(family), below)
+    first.add("a", SHARED, replace(GREEDY, max_tokens=8))
+    talk = SHARED + first.run()["a"].token_ids[:7]
+    first.settle()
+    driver = StreamDriver(model_of(family), copy_of(below))
+    first.close()
+    driver.store.delete([one.name for one in driver.store.objects(group="full") if one.position == 97])
+    driver.add("b", talk + prompt(40, 5), BRIEF)
+    driver.run()
+    lose_checkpoints(driver)
+    driver.add("c", talk + prompt(40, 5)[:20] + prompt(9, 6), BRIEF)
+    driver.run()
+    check_greedy(driver, "c")
+    assert driver.results["c"].cached_tokens >= 80
+    assert not driver.stats.failures
+    driver.close()
+
+
 def lose_checkpoints(driver: StreamDriver) -> None:
     """What eviction does when states are worth less than KV."""
     prefixes = driver.cache._prefixes

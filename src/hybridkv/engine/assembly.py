@@ -146,4 +146,4 @@ def as_store(store: str | Sequence[str] | Store) -> Store:
         return store
     if not isinstance(store, Sequence) or not all(isinstance(url, str) for url in store):
         raise InputError(f"a store of type {type(store).__name__}: pass a URL, a list of them, or an open store")
-    return open_store([store] if isinstance(store, str) else list(store))
+    return open_store(store)

@@ -58,8 +58,10 @@ class _Sync(Enum):
     NO = "no"
 
 
-def open_store(urls: Sequence[str]) -> Store:
+def open_store(urls: str | Sequence[str]) -> Store:
     """Open one store, or several as tiers. Each has a circuit breaker: a store that fails is skipped."""
+    if isinstance(urls, str):
+        urls = [urls]
     if not urls:
         raise StoreInputError(f"no store named: write one as {_examples()}")
     addresses = [parse_url(url) for url in urls]

@@ -76,7 +76,7 @@ class _Lookup:
         full = [group for group in catalogue.token_groups if group.role is Role.FULL]
         if not full:
             return prompt.limit
-        start = self._first_needed(full[0])
+        start = self._first_needed(full[0], prompt.limit)
         ends = list(catalogue.stretch_ends(start, prompt.limit))
         found = self._may_have(full[0], ends)
         num_found = next((number for number, end in enumerate(ends) if end not in found), len(ends))
@@ -84,8 +84,8 @@ class _Lookup:
         return min(prompt.limit, (start // tokens + num_found + 1) * tokens)
 
     def _gated(self, ends: Sequence[int]) -> list[int]:
-        """Positions that one group may have. A state group is asked if there is one, since states are the rarest."""
-        groups = [*self._catalogue.state_groups, *self._token_groups]
+        """Positions that one group may have. What is rarest is asked: states, else hidden states, else tokens."""
+        groups = [*self._catalogue.state_groups, *reversed(self._token_groups)]
         gate = next((group for group in groups if all(self._needs_end(group, end) for end in ends)), None)
         if gate is None:
             return list(ends)
@@ -94,7 +94,7 @@ class _Lookup:
 
     def _needs_end(self, group: StoredGroup, end: int) -> bool:
         """Whether an object of the group that ends at `end` is needed to resume there."""
-        return end > self._first_needed(group) and self._catalogue.num_tokens(group, end) > 0
+        return end > self._first_needed(group, end) and self._catalogue.num_tokens(group, end) > 0
 
     def _may_have(self, group: StoredGroup, ends: Sequence[int]) -> set[int]:
         """Positions at which the first object of some way to divide the slices exists.
@@ -139,8 +139,9 @@ class _Lookup:
         return [one for one, ways in names.items() if not any(all(found[name] for name in way) for way in ways)]
 
     def _needs(self, group: StoredGroup, end: int) -> list[int]:
-        return self._catalogue.ends(group, self._first_needed(group), end)
+        return self._catalogue.ends(group, self._first_needed(group, end), end)
 
-    def _first_needed(self, group: StoredGroup) -> int:
-        start, matched = self._prompt.start, self._prompt.matched
-        return max(start, matched) if group.role is Role.FULL else start
+    def _first_needed(self, group: StoredGroup, end: int) -> int:
+        """Objects up to here are not needed to resume at `end`. Memory supplies whole blocks only."""
+        prompt, size = self._prompt, self._catalogue.block_tokens
+        return max(prompt.start, min(prompt.matched, end // size * size)) if group.role is Role.FULL else prompt.start

@@ -242,7 +242,7 @@ class Index:
         for node in nodes:
             node.pages.append(make_pages() if node.parent is None else None)
             for checkpoint in node.checkpoints:
-                if checkpoint.tail_pages:
+                if checkpoint.tail_tokens:  # its pages are an empty list on models without token groups
                     checkpoint.tail_pages.append(NULL_PAGE)
 
     def note_taps(self, node: Node) -> None:
