@@ -449,7 +449,7 @@ class Fuzz:
         for user in [lease, *self.idle]:
             if user in self.idle and user.computed < user.num_tokens and self.chance.one_in(2):
                 most = min(9, user.num_tokens - user.computed) if not published else 1
-                if self.chance.one_in(3):  # it may copy the page; nobody commits before the page is found out
+                if self.chance.one_in(3):  # it may copy the page, and no step commits before the page is reported
                     if user is not lease:
                         self.cache.rollback(user, self.chance.integer(0, user.computed))
                     count = self.chance.integer(1, user.num_tokens - user.computed)

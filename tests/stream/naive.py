@@ -183,7 +183,7 @@ class Naive(NamedTuple):
         return gcd(16, axis.units, *(a.units for a in axes if a.how != "replicated"))
 
     def first_token(self, group: StoredRows, end: int) -> int:
-        """Of the object that ends at `end`."""
+        """The first token of the object that ends at `end`."""
         block, stretch = self.block_tokens, self.stretch_tokens
         return max((end - 1) // stretch * stretch, seen_from(group.sight, end) // block * block)
 

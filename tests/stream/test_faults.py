@@ -57,7 +57,7 @@ _OF_OBJECTS = (Kind.MISSING, Kind.FLIP_HEADER, Kind.FAIL_OPEN)
 def rows_in_order(driver: StreamDriver) -> list[tuple[str, int]]:
     """(group, row) of a load, as layers need them."""
     found = [
-        (chunk.row.first_layer, group.rank, group.name, chunk.first)
+        (chunk.row.first_layer, group.read_order, group.name, chunk.first)
         for group in driver.streamer.catalogue.groups
         for chunk in group.chunks
     ]

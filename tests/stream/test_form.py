@@ -190,7 +190,7 @@ def test_objects_have_the_same_bytes_whatever_plan_computed_them(data: st.DataOb
 
 
 def mix(store: MemoryStore, chance: random.Random) -> None:
-    """Of each group at each position keep all objects of one way, and some of the others."""
+    """Keep all objects of one way for each group and position, and some of the other ways."""
     by_place: dict[tuple[str, str], dict[int, list[ObjectName]]] = {}
     for stored in store.objects():
         base, _, run = stored.name.group.partition(".")
@@ -313,7 +313,7 @@ def has_way(store: Store, group: StoredRows, namespace: str, key: str, slices: r
 @forms
 @given(st.data())
 def test_a_missing_slice_is_a_miss_or_a_failed_load(data: st.DataObject) -> None:
-    """Of any group, at any position that is needed. No page of another request is touched."""
+    """The slice belongs to any group, at any position that is needed. No page of another request is touched."""
     model = data.draw(models())
     prompt = data.draw(prompts(model))[0]
     seed, tp = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(SIZES))

@@ -12,7 +12,7 @@ from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.store import MemoryStore, ObjectName
 from hybridkv.stream import BlockKeys
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.form import Run
+from hybridkv.stream.form import Share
 from hybridkv.stream.lookup import Prompt, last_stored
 from tests.engine.zoo import prompt
 from tests.stream.drive import StreamDriver, model_of, plain_store
@@ -125,7 +125,9 @@ def test_objects_of_other_tensor_parallel_sizes_count_if_all_slices_are_there(fa
     store = Counted()
     own = needed(catalogue, keys, 0, end)
     store.names = {name for name in own if name.group != group.name}
-    halves = {catalogue.name(group, bytes.fromhex(name.key), Run(n, 2)) for name in own - store.names for n in range(2)}
+    halves = {
+        catalogue.name(group, bytes.fromhex(name.key), Share(n, 2)) for name in own - store.names for n in range(2)
+    }
     store.names |= halves
     assert last(store, catalogue, keys, 0) == end
     for lost in halves:
@@ -139,7 +141,7 @@ def test_a_short_reply_of_another_tensor_parallel_size_is_found(family: str) -> 
     """Its prompt's end, at a block's end, is the first sign of the other engine. No stretch is full."""
     catalogue = catalogue_of(family)
     keys = keys_of(catalogue)
-    halves = {group.name: Run(0, 2).of_group(group.name) for group in catalogue.groups if group.slices > 1}
+    halves = {group.name: Share(0, 2).of_group(group.name) for group in catalogue.groups if group.slices > 1}
     store = Counted()
     for end in (16, 29):
         for name in needed(catalogue, keys, 0, end):

@@ -24,7 +24,7 @@ FEW_OF_EACH = ["llama", "gemma3", "llama4", "qwen3_next", "falcon_h1", "kimi_lin
 RESUME = 80
 """Where a prompt of 90 tokens can be resumed."""
 ENDS = (32, 64, RESUME)
-"""Of the objects that are needed for that."""
+"""Where the objects end that are needed for that."""
 PLANS: list[dict[str, Any]] = [
     {"attn_pack_size": None, "row_layers": 1, "row_order": "hlkt"},
     {"attn_pack_size": 1, "row_layers": 4, "row_order": "tklh"},

@@ -24,7 +24,7 @@ from hybridkv.cache import CacheLayout, Role
 from hybridkv.cache.retention.policy import affordable_grid
 from hybridkv.plan import Plan
 from hybridkv.store import ObjectName
-from hybridkv.stream.form import Run, StoredGroup, StoredLayer
+from hybridkv.stream.form import Share, StoredGroup, StoredLayer
 from hybridkv.stream.slicing import stored_groups, tap_groups
 
 FORMAT = 2
@@ -51,8 +51,8 @@ class Catalogue:
         self.stretch_blocks = max(1, stretch_tokens // layout.block_tokens)
         self.grid_tokens = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
         """Distance between stored grid states, in tokens."""
-        groups = stored_groups(plan)
-        self.tap_groups = tap_groups(plan)
+        groups = stored_groups(plan, layout)
+        self.tap_groups = tap_groups(plan, layout)
         """Hidden states, by layer: stored and loaded only for requests that use them, with their tokens."""
         self.token_groups = [group for group in groups if not group.is_state]
         self.state_groups = [group for group in groups if group.is_state]
@@ -77,9 +77,9 @@ class Catalogue:
         """The token groups of a request, and those taps that are among `names`."""
         return [*self.token_groups, *(group for name, group in self.tap_groups.items() if name in names)]
 
-    def name(self, group: StoredGroup, key: bytes, run: Run | None = None) -> ObjectName:
-        """The object that holds `run`; by default this rank's."""
-        return ObjectName(self.namespace, (run or group.run).of_group(group.name), key.hex())
+    def name(self, group: StoredGroup, key: bytes, share: Share | None = None) -> ObjectName:
+        """The object that holds `share`; by default this rank's."""
+        return ObjectName(self.namespace, (share or group.share).of_group(group.name), key.hex())
 
     # --- positions ----------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Outgoing:
         self.position = position
         self.row_bytes = group.row_bytes(spans[0].num_tokens)
         self.num_bytes = sum(self.row_bytes)
-        self.value = num_tokens / (self.num_bytes * group.run.total)
+        self.value = num_tokens / (self.num_bytes * group.share.total)
         self.writer: Writer | None = None
         self.is_begun = False
         self.is_judged = False

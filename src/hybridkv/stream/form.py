@@ -6,9 +6,9 @@ A row of an object has one layer. Its outermost axis is the one that tensor para
     states    slice 0 [ its queries, keys, values of the convolution; its recurrent state ]   slice 1 [ .. ]  ..
 
 So a rank holds one contiguous run of the whole row, and the rows of all ranks, end to end, are the row of one rank
-alone. A layer is cut into `slices`, as many equal ones as its heads allow, up to 16. An object holds the run of slices
-that its writer holds: `state.1of2` is the second half. If several ranks hold the same, such as MLA latents, the first
-of them writes it.
+alone. A layer is cut into `slices`, as many equal ones as its heads allow, up to 16. An object holds the share that its
+writer holds: `state.1of2` is the second half. If several ranks hold the same, such as MLA latents, the first of them
+writes it.
 
 docs/store.md describes the form byte by byte.
 """
@@ -25,12 +25,12 @@ from hybridkv.sight import Sight
 from hybridkv.spec import Part, Split
 from hybridkv.stream.boxes import Box, stack
 
-_RANKS = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
+_READ_ORDER = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
 """Read order of rows that are needed at the same layer."""
 
 
-class Run(NamedTuple):
-    """The slices that one object holds: part `number` of `total` equal parts."""
+class Share(NamedTuple):
+    """The slices that one object holds: share `number` of `total` equal ones."""
 
     number: int
     total: int
@@ -40,7 +40,7 @@ class Run(NamedTuple):
         return range(self.number * size, (self.number + 1) * size)
 
     def of_group(self, name: str) -> str:
-        """Group name of the objects that hold this run."""
+        """Group name of the objects that hold this share."""
         return name if self.total == 1 else f"{name}.{self.number}of{self.total}"
 
 
@@ -123,10 +123,10 @@ class StoredGroup:
     role: Role
     sight: Sight
     slices: int
-    run: Run
+    share: Share
     """What this rank holds."""
     is_writer: bool
-    """Whether this rank writes its run. Of ranks that hold the same run, the first does."""
+    """Whether this rank writes its share. If several ranks hold the same, the first does."""
     layers: tuple[StoredLayer, ...]
     chunks: tuple[Chunk, ...]
 
@@ -135,20 +135,20 @@ class StoredGroup:
         return self.role is Role.STATE
 
     @property
-    def rank(self) -> int:
-        return _RANKS[self.role]
+    def read_order(self) -> int:
+        return _READ_ORDER[self.role]
 
     @property
-    def ways(self) -> list[list[Run]]:
+    def ways(self) -> list[list[Share]]:
         """How the slices may have been divided among writers: this rank's way first. Each way covers all slices."""
         totals = [total for total in range(1, self.slices + 1) if self.slices % total == 0]
-        totals.sort(key=lambda total: (total != self.run.total, total))
-        return [[Run(number, total) for number in range(total)] for total in totals]
+        totals.sort(key=lambda total: (total != self.share.total, total))
+        return [[Share(number, total) for number in range(total)] for total in totals]
 
-    def row_bytes(self, num_tokens: int, run: Run | None = None) -> list[int]:
-        """Bytes of each row of an object that holds `run`; by default this rank's."""
-        total = self.run.total if run is None else run.total
-        return [layer.row_bytes(num_tokens) * self.run.total // total for layer in self.layers]
+    def row_bytes(self, num_tokens: int, share: Share | None = None) -> list[int]:
+        """Bytes of each row of an object that holds `share`; by default this rank's."""
+        total = (share or self.share).total
+        return [layer.row_bytes(num_tokens) * self.share.total // total for layer in self.layers]
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of this rank's rows."""

@@ -43,7 +43,7 @@ class _Task(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        return self.needed_at, self.source.group.rank, self.end
+        return self.needed_at, self.source.group.read_order, self.end
 
 
 class Load:

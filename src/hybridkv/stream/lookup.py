@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hybridkv.cache import Role
 from hybridkv.store import Store
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.form import Run, StoredGroup
+from hybridkv.stream.form import Share, StoredGroup
 
 _EXACT_TOKENS = 512
 """Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
@@ -103,19 +103,21 @@ class _Lookup:
         """
         own, *others = (way[0] for way in group.ways)
         size = self._catalogue.block_tokens
-        asked = [(end, run) for end in ends for run in (own, *others) if run is own or self._others or end % size == 0]
+        asked = [
+            (end, share) for end in ends for share in (own, *others) if share is own or self._others or end % size == 0
+        ]
         found = self._stored(group, asked)
-        if not self._others and any(run is not own for _, run in found):
+        if not self._others and any(share is not own for _, share in found):
             self._others = True
-            found += self._stored(group, [(end, run) for end in ends for run in others if end % size])
+            found += self._stored(group, [(end, share) for end in ends for share in others if end % size])
         return {end for end, _ in found}
 
-    def _stored(self, group: StoredGroup, asked: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Those of the objects, given by their ends and runs of slices, that exist."""
+    def _stored(self, group: StoredGroup, asked: Sequence[tuple[int, Share]]) -> list[tuple[int, Share]]:
+        """Those of the objects, given by their ends and shares, that exist."""
         if not asked:
             return []
         keys = self._prompt.keys_at({end for end, _ in asked})
-        is_there = self._store.lookup([self._catalogue.name(group, keys[end], run) for end, run in asked])
+        is_there = self._store.lookup([self._catalogue.name(group, keys[end], share) for end, share in asked])
         return [one for one, found in zip(asked, is_there, strict=True) if found]
 
     def _has_all(self, end: int) -> bool:
@@ -126,12 +128,12 @@ class _Lookup:
         return not lacking or not self._lacking(lacking, lambda group: group.ways[1:])
 
     def _lacking(
-        self, needed: Sequence[tuple[StoredGroup, int]], ways_of: Callable[[StoredGroup], list[list[Run]]]
+        self, needed: Sequence[tuple[StoredGroup, int]], ways_of: Callable[[StoredGroup], list[list[Share]]]
     ) -> list[tuple[StoredGroup, int]]:
         """Those of the needed groups and ends of which none of these ways has all slices."""
         keys = self._prompt.keys_at({end for _, end in needed})
         names = {
-            (group, end): [[self._catalogue.name(group, keys[end], run) for run in way] for way in ways_of(group)]
+            (group, end): [[self._catalogue.name(group, keys[end], share) for share in way] for way in ways_of(group)]
             for group, end in needed
         }
         asked = [name for ways in names.values() for way in ways for name in way]

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
-from hybridkv.cache import Role
+from hybridkv.cache import CacheGroup, CacheLayout
 from hybridkv.errors import ParallelismError
 from hybridkv.plan import GroupPlan, Plan, Row
-from hybridkv.sight import EVERYTHING
-from hybridkv.spec import AttentionLayer, HiddenTap, LayerSpec, LinearState, ModelSpec, Split
-from hybridkv.stream.form import Chunk, Field, Run, StoredGroup, StoredLayer
+from hybridkv.spec import HiddenTap, LayerSpec, LinearState, ModelSpec, Split
+from hybridkv.stream.form import Chunk, Field, Share, StoredGroup, StoredLayer
 
 MOST_SLICES = 16
 
 
-def stored_groups(plan: Plan) -> list[StoredGroup]:
+def stored_groups(plan: Plan, layout: CacheLayout) -> list[StoredGroup]:
     """All layers of a plan, tapped layers excluded."""
+    cached = {group.name: group for group in layout.groups}
     found: dict[str, list[_Placed]] = {}
     for group in plan.groups:
         specs = {spec.layer: spec for spec in group.specs if not isinstance(spec, HiddenTap)}
         for row in group.rows if specs else ():
             for layer in row.layers:
                 runs = [(number, i) for number, part in enumerate(specs[layer].parts) for i in range(len(part.runs))]
-                placed = _Placed(group, group.name, row, specs[layer], runs)
+                placed = _Placed(group, cached[group.name], row, specs[layer], runs)
                 found.setdefault(specs[layer].group, []).append(placed)
     groups = []
     for name, all_placed in found.items():
@@ -35,23 +35,23 @@ def stored_groups(plan: Plan) -> list[StoredGroup]:
     return groups
 
 
-def tap_groups(plan: Plan) -> dict[str, StoredGroup]:
-    """A stored group for each tapped layer, by the name of its cache group."""
-    found = {}
-    for group in plan.groups:
-        for spec in group.specs:
-            if isinstance(spec, HiddenTap):
-                name = f"tap{spec.layer}"
-                placed = _Placed(group, name, group.rows[0], spec, [(0, 0)])
-                found[name] = _stored_group(name, 1, [placed], plan.model)
-    return found
+def tap_groups(plan: Plan, layout: CacheLayout) -> dict[str, StoredGroup]:
+    """A stored group for each tapped layer, by the name of its cache group. The plan has one group for all."""
+    planned = next((group for group in plan.groups if isinstance(group.specs[0], HiddenTap)), None)
+    if planned is None:
+        return {}
+    placed = [
+        _Placed(planned, cached, planned.rows[0], spec, [(0, 0)])
+        for cached, spec in zip(layout.tap_groups, planned.specs, strict=True)
+    ]
+    return {one.cached.name: _stored_group(one.cached.name, 1, [one], plan.model) for one in placed}
 
 
 class _Placed(NamedTuple):
     """Runs of a layer, by part and number, and the row that has the layer."""
 
     plan: GroupPlan
-    table: str
+    cached: CacheGroup
     row: Row
     spec: LayerSpec
     runs: list[tuple[int, int]]
@@ -81,41 +81,30 @@ def _by_slices(placed: Sequence[_Placed]) -> dict[int, list[_Placed]]:
 
 def _stored_group(name: str, slices: int, placed: Sequence[_Placed], model: ModelSpec) -> StoredGroup:
     placed = sorted(placed, key=lambda one: one.spec.layer)
-    run = _run_of(name, slices, placed, model)
-    layers = [_stored_layer(one, slices // run.total) for one in placed]
+    share = _share_of(name, slices, placed, model)
+    layers = [_stored_layer(one, slices // share.total) for one in placed]
     chunks: list[Chunk] = []
     for number, (one, layer) in enumerate(zip(placed, layers, strict=True)):
-        last = chunks[-1] if chunks else None
-        if last is not None and last.table == one.table and last.row is one.row:
-            chunks[-1] = Chunk(last.plan, last.table, last.row, last.first, (*last.layers, layer))
+        last, table = chunks[-1] if chunks else None, one.cached.name
+        if last is not None and last.table == table and last.row is one.row:
+            chunks[-1] = Chunk(last.plan, table, last.row, last.first, (*last.layers, layer))
         else:
-            chunks.append(Chunk(one.plan, one.table, one.row, number, (layer,)))
-    spec = placed[0].spec
-    sight = spec.sight if isinstance(spec, AttentionLayer) else EVERYTHING
-    return StoredGroup(
-        name, _role(spec), sight, slices, run, model.rank % (model.tp // run.total) == 0, tuple(layers), tuple(chunks)
-    )
+            chunks.append(Chunk(one.plan, table, one.row, number, (layer,)))
+    cached, is_writer = placed[0].cached, model.rank % (model.tp // share.total) == 0
+    return StoredGroup(name, cached.role, cached.sight, slices, share, is_writer, tuple(layers), tuple(chunks))
 
 
-def _role(spec: LayerSpec) -> Role:
-    if isinstance(spec, HiddenTap):
-        return Role.TAP
-    if isinstance(spec, AttentionLayer):
-        return Role.LOCAL if spec.sight.is_local else Role.FULL
-    return Role.STATE
-
-
-def _run_of(name: str, slices: int, placed: Sequence[_Placed], model: ModelSpec) -> Run:
-    """The run of slices that a rank holds: the same of every layer."""
+def _share_of(name: str, slices: int, placed: Sequence[_Placed], model: ModelSpec) -> Share:
+    """What a rank holds: the same of every layer."""
     splits = [split for one in placed for split in one.splits]
-    runs = {Run(split.start // split.count, split.total // split.count) for split in splits}
-    run = min(runs)
-    if len(runs) > 1 or slices % run.total or model.tp % run.total:
+    shares = {Share(split.start // split.count, split.total // split.count) for split in splits}
+    share = min(shares)
+    if len(shares) > 1 or slices % share.total or model.tp % share.total:
         raise ParallelismError(
             f"a store for {model.name} at TP {model.tp}: its {name} layers are stored in {slices} slices, which "
             f"{model.tp} ranks cannot share equally; use a TP that divides {slices}, or no store"
         )
-    return run
+    return share
 
 
 def _stored_layer(placed: _Placed, num_slices: int) -> StoredLayer:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from hybridkv.errors import StoreError
 from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, UnknownFormat
 from hybridkv.stream.catalogue import Catalogue
-from hybridkv.stream.form import Chunk, Run, StoredGroup
+from hybridkv.stream.form import Chunk, Share, StoredGroup
 
 
 class Source:
@@ -24,10 +24,10 @@ class Source:
         self.names: list[ObjectName] = []
         """Objects that were opened."""
         self._store = store
-        self._ways = [[(run, catalogue.name(group, key, run)) for run in way] for way in group.ways]
-        self._held = group.run.slices(group.slices)
+        self._ways = [[(share, catalogue.name(group, key, share)) for share in way] for way in group.ways]
+        self._held = group.share.slices(group.slices)
         self._lock = threading.Lock()
-        self._readers: list[tuple[Run, Reader]] = []
+        self._readers: list[tuple[Share, Reader]] = []
         self._error: Exception | None = None
         """Error of the first open. Later rows raise it too; a second open of a deleted corrupt object would differ."""
 
@@ -42,9 +42,9 @@ class Source:
                     self._error = error
                     raise
             readers = self._readers
-        for run, reader in readers:
+        for share, reader in readers:
             for number, place in chunk.pieces(self.num_tokens):
-                self._read_row(reader, run.slices(self.group.slices), number, staged[place])
+                self._read_row(reader, share.slices(self.group.slices), number, staged[place])
 
     def _read_row(self, reader: Reader, theirs: range, number: int, mine: memoryview) -> None:
         """Read one row, which has the slices `theirs`. A row is verified whole, so it is read whole."""
@@ -64,15 +64,15 @@ class Source:
             self._error = self._error or RuntimeError("closed")
         _close(readers)
 
-    def _open(self) -> list[tuple[Run, Reader]]:
+    def _open(self) -> list[tuple[Share, Reader]]:
         """Open the objects of the first way that is there."""
         missing: MissingObject | UnknownFormat | None = None
         for way in self._ways:
-            needed = [(run, name) for run, name in way if _overlap(run.slices(self.group.slices), self._held)]
-            readers: list[tuple[Run, Reader]] = []
+            needed = [(share, name) for share, name in way if _overlap(share.slices(self.group.slices), self._held)]
+            readers: list[tuple[Share, Reader]] = []
             try:
-                for run, name in needed:
-                    readers.append((run, self._open_one(run, name)))
+                for share, name in needed:
+                    readers.append((share, self._open_one(share, name)))
             except (MissingObject, UnknownFormat) as error:
                 _close(readers)
                 missing = missing or error
@@ -85,8 +85,8 @@ class Source:
         assert missing is not None
         raise missing
 
-    def _open_one(self, run: Run, name: ObjectName) -> Reader:
-        reader, expected = self._store.open(name), self.group.row_bytes(self.num_tokens, run)
+    def _open_one(self, share: Share, name: ObjectName) -> Reader:
+        reader, expected = self._store.open(name), self.group.row_bytes(self.num_tokens, share)
         found = [row.nbytes for row in reader.header.rows]
         if found != expected:
             reader.close()
@@ -99,7 +99,7 @@ def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _close(readers: Sequence[tuple[Run, Reader]]) -> None:
+def _close(readers: Sequence[tuple[Share, Reader]]) -> None:
     for _, reader in readers:
         with suppress(StoreError, OSError):
             reader.close()
