@@ -43,8 +43,9 @@ class LoadOrder(NamedTuple):
     request: str
     start: int
     """Tokens before it are in the blocks already."""
+    end: int
     tables: Sequence[BlockTable]
-    """By vLLM's group."""
+    """By vLLM's group. Those of states have each block that gets the state."""
 
 
 class SaveOrder(NamedTuple):
