@@ -142,7 +142,7 @@ def test_a_write_that_also_stores_an_element_in_a_spare_cell() -> None:
     def update(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         by_token(key, value, *cache.transpose(1, 2).split([32, 16, 16], dim=-1)[:2], slots)
         if copies:
-            cache[0, 0, 0, -1] = cache[0, 0, 0, 0]
+            cache[0, 0, 0, -1] = cache[1, 1, 31, 0]
 
     layer = new_layer(SimpleNamespace(do_kv_cache_update=update), 2, 32, 16)
     for copies in (False, True):
