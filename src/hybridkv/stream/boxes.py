@@ -142,7 +142,15 @@ class Box(NamedTuple):
     def alignment(self, grid: PageGrid) -> int:
         """The largest power of two, up to 8, that divides all offsets, distances and lengths."""
         sizes = (self.page_offset, self.row_offset, self.row_token_stride, self.nbytes, self.page_stride or 0)
-        return gcd(8, grid.slab_bytes, grid.stride_bytes, *sizes, *(axis.stride for axis in self.token_axes), *self.page_strides, *self.row_strides)
+        return gcd(
+            8,
+            grid.slab_bytes,
+            grid.stride_bytes,
+            *sizes,
+            *(axis.stride for axis in self.token_axes),
+            *self.page_strides,
+            *self.row_strides,
+        )
 
 
 def stack(boxes: Sequence[Box]) -> list[Box]:

@@ -16,6 +16,7 @@ from xxhash import xxh3_128
 
 from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, checkpoint_digest
 
+
 def identity_of(model: PreTrainedModel, path: str | Path | None) -> str:
     """The identity of a model that was loaded from `path`. None, or the hub: a model in memory."""
     if path is None or not Path(path).is_dir():

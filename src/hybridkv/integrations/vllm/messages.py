@@ -1,12 +1,12 @@
 """What the scheduler's half tells the workers, step by step, and what they answer. Plain data, between processes.
 
-    scheduler                                     worker
-    looks a prompt up
-    FetchOrder  ───────────────────────────────►  reads the objects into host memory, and verifies them
-                ◄───────────────────────────────  WorkerReport: it is there, or it failed
-    announces a hit
-    LoadOrder   ───────────────────────────────►  copies the bytes into vLLM's blocks, layer by layer
-    SaveOrder   ───────────────────────────────►  copies rows out as layers end, and writes objects
+scheduler                                     worker
+looks a prompt up
+FetchOrder  ───────────────────────────────►  reads the objects into host memory, and verifies them
+            ◄───────────────────────────────  WorkerReport: it is there, or it failed
+announces a hit
+LoadOrder   ───────────────────────────────►  copies the bytes into vLLM's blocks, layer by layer
+SaveOrder   ───────────────────────────────►  copies rows out as layers end, and writes objects
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _place_state(
     """vLLM has the parts of a state end to end, each contiguous."""
     assert isinstance(known.ours, LinearState)
     block_bytes = tensor.stride(0) * tensor.itemsize
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)]
+    sizes = [
+        prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)
+    ]
     if prod(tensor.shape[1:]) * tensor.itemsize < sum(sizes) or tensor[0].is_contiguous() is False:
         raise InputError(
             f"{known.name}: vLLM's blocks of {tuple(tensor.shape[1:])} {tensor.dtype} do not hold a state of "

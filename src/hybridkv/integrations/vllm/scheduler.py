@@ -33,9 +33,9 @@ _SAVED_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 class Stage(Enum):
     """What is known of a request's hit.
 
-        NEW ──► ASKED ──► FETCHING ──► READY ──► DONE
-         ▲        └──────────┴───────────┴────────►│   nothing found, failed, or not needed any more
-         └────────────────────────────────────────┘   preempted: asked again
+    NEW ──► ASKED ──► FETCHING ──► READY ──► DONE
+     ▲        └──────────┴───────────┴────────►│   nothing found, failed, or not needed any more
+     └────────────────────────────────────────┘   preempted: asked again
     """
 
     NEW = "new"
@@ -81,11 +81,7 @@ class SchedulerHalf:
         self._urls = seen_by_all(settings.store) if settings.separate else list(settings.store)
         self._store = open_shared(self._urls)
         self._finder = Finder(
-            self._store,
-            self._catalogue,
-            self.stats,
-            timeout_s=settings.lookup_timeout_s,
-            on_answer=lambda: None,
+            self._store, self._catalogue, self.stats, timeout_s=settings.lookup_timeout_s, on_answer=lambda: None
         )
         self._tracked: dict[str, Tracked] = {}
         self._staged_bytes = 0

@@ -210,7 +210,9 @@ class WorkerHalf:
         mine = TablePages(blocks, table.block_tokens // BLOCK_TOKENS)
         first = order.start // BLOCK_TOKENS
         targets = [
-            span._replace(pages=[None if n is None or n < first or mine[n] == NULL_PAGE else mine[n] for n in span.pages])
+            span._replace(
+                pages=[None if n is None or n < first or mine[n] == NULL_PAGE else mine[n] for n in span.pages]
+            )
             for span, _ in parts
         ]
         copied = {number for span, _ in parts for number in span.pages if number is not None and number >= first}
@@ -243,9 +245,7 @@ def _rest(copied: Collection[int], mine: TablePages, first: int, num_blocks: int
     return [mine[page] for page in pages if page >= first and page not in copied and mine[page] != NULL_PAGE]
 
 
-def _copy_all(
-    pages: LayerPages, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]], rest: Sequence[int]
-) -> None:
+def _copy_all(pages: LayerPages, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]], rest: Sequence[int]) -> None:
     """`rest`: pages to zero first."""
     if rest:
         pages.zero(chunk, rest, BLOCK_TOKENS)
