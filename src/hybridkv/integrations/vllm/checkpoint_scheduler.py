@@ -60,7 +60,7 @@ def breakpoints_of(request: Request) -> list[int]:
 def cut(start: int, count: int, num_prompt_tokens: int, grid: int, breakpoints: Sequence[int]) -> int:
     """Tokens of a chunk from `start` on that may have `count`: up to the first place worth a state.
 
-    `grid`: multiples of it are; 0 for none. Chunks of replies, which are computed again after a preemption, are not cut.
+    `grid`: multiples of it are; 0 for none. Replies that are computed again after a preemption are not cut.
     """
     if start >= num_prompt_tokens:
         return count

@@ -94,7 +94,7 @@ class WorkerHalf:
         for order in orders:
             _, fetched = self._fetches[order.request]
             for chunk, parts in fetched.chunks.items():
-                tasks.append((chunk.row.first_layer, self._copy(order, chunk, parts)))
+                tasks += self._copies_of(order, chunk, parts)
             self._drop(order.request)
         self._memory.copier.submit(self._memory.pages.order())
         for layer, copy in sorted(tasks, key=lambda task: task[0]):
@@ -199,28 +199,31 @@ class WorkerHalf:
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, order: LoadOrder, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]]) -> Callable[[], None]:
-        """The copy of all that was fetched of one chunk into the request's blocks."""
+    def _copies_of(
+        self, order: LoadOrder, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]]
+    ) -> list[tuple[int, Callable[[], None]]]:
+        """The copies of all that was fetched of one chunk into the request's blocks, and the layer that needs each.
+
+        The block that the step writes new tokens to is complete before the first layer: vLLM writes the tokens of a
+        layer before it calls the layer's hook, and nothing may change them afterwards.
+        """
         assert self._memory is not None
-        pages, table = self._memory.pages, self._tables[chunk.table]
-        blocks = order.tables[table.number]
+        table = self._tables[chunk.table]
+        blocks, copy = order.tables[table.number], partial(_copy_all, self._memory.pages, chunk)
         if table.is_state:
             ((_, staged),) = parts
-            targets = [Span([block], 1, 1) for block in blocks.ids if block]
-            return partial(_copy_all, pages, chunk, [(target, staged) for target in targets], ())
-        mine = TablePages(blocks, table.block_tokens // BLOCK_TOKENS)
-        first = order.start // BLOCK_TOKENS
-        targets = [
-            span._replace(
-                pages=[None if n is None or n < first or mine[n] == NULL_PAGE else mine[n] for n in span.pages]
-            )
-            for span, _ in parts
-        ]
+            targets = [(Span([block], 1, 1), staged) for block in blocks.ids if block]
+            return [(BEFORE_ALL_LAYERS, partial(copy, targets, ()))]
+        per_block = table.block_tokens // BLOCK_TOKENS
+        mine, first = TablePages(blocks, per_block), order.start // BLOCK_TOKENS
+        written = order.end // table.block_tokens * per_block
         copied = {number for span, _ in parts for number in span.pages if number is not None and number >= first}
         if order.end % BLOCK_TOKENS:
             copied.discard(order.end // BLOCK_TOKENS)  # a part of the last page
         rest = _rest(copied, mine, first, -(-order.end // table.block_tokens), table)
-        return partial(_copy_all, pages, chunk, list(zip(targets, (staged for _, staged in parts), strict=True)), rest)
+        last = [(_mapped(span, mine, range(max(first, written), len(mine))), staged) for span, staged in parts]
+        others = [(_mapped(span, mine, range(first, written)), staged) for span, staged in parts]
+        return [(BEFORE_ALL_LAYERS, partial(copy, last, rest)), (chunk.row.first_layer, partial(copy, others, ()))]
 
     def _save_request(self, order: SaveOrder) -> PageRequest:
         blocks: dict[str, TablePages] = {}
@@ -233,6 +236,12 @@ class WorkerHalf:
             block = order.states.get(table.number, found.ids[-1] if found.ids else 0)
             states[name] = {order.state_at: [block]} if block else {}
         return PageRequest(0, order.state_at, blocks, states)
+
+
+def _mapped(span: Span, mine: TablePages, numbers: range) -> Span:
+    """A span of a request's blocks as one of pages. Only those with these numbers are kept."""
+    pages = [mine[number] if number is not None and number in numbers else NULL_PAGE for number in span.pages]
+    return span._replace(pages=[None if page == NULL_PAGE else page for page in pages])
 
 
 def _rest(copied: Collection[int], mine: TablePages, first: int, num_blocks: int, table: Table) -> list[int]:
@@ -251,4 +260,5 @@ def _copy_all(pages: LayerPages, chunk: Chunk, parts: Sequence[tuple[Span, memor
     if rest:
         pages.zero(chunk, rest, BLOCK_TOKENS)
     for span, staged in parts:
-        pages.copy_in(chunk, span, staged)
+        if any(page is not None for page in span.pages):
+            pages.copy_in(chunk, span, staged)
