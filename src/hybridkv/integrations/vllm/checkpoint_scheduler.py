@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from hybridkv.integrations.vllm.catalogue import BLOCK_TOKENS
+from hybridkv.integrations.vllm.connector import HybridKVConnector
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,8 +29,8 @@ BREAKPOINTS = "breakpoints"
 
 
 class CheckpointScheduler(AsyncScheduler):
-    """Chunks also end at multiples of `checkpoint_tokens`, at breakpoints that requests name, and at the last block of
-    16 tokens before a prompt's last token."""
+    """Chunks also end at multiples of `checkpoint_tokens`, at breakpoints that requests name, where a prompt leaves
+    others that are stored, and at the last block of 16 tokens before its last token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +49,10 @@ class CheckpointScheduler(AsyncScheduler):
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        return cut(start, int(count), request.num_prompt_tokens, self._checkpoint_tokens, breakpoints_of(request))
+        places = breakpoints_of(request)
+        if isinstance(self.connector, HybridKVConnector):
+            places.append(self.connector.branch_of(request))
+        return cut(start, int(count), request.num_prompt_tokens, self._checkpoint_tokens, places)
 
 
 def breakpoints_of(request: Request) -> list[int]:
