@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from hybridkv.store import ObjectName, Store
 from hybridkv.stream.catalogue import Catalogue
@@ -32,6 +32,10 @@ class Fetch:
     @property
     def is_answered(self) -> bool:
         return self._found.done()
+
+    def wait(self, most_s: float) -> None:
+        """Wait for the answer."""
+        wait([self._found], most_s)
 
     @property
     def is_late(self) -> bool:

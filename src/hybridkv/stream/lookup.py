@@ -14,7 +14,7 @@ from hybridkv.stream.form import Share, StoredGroup
 _EXACT_TOKENS = 512
 """Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
 _BATCH = 64
-"""Block ends per lookup."""
+"""Positions per lookup; of those that are looked up one by one, the rest come in a second batch."""
 
 KeysAt = Callable[[Iterable[int]], Mapping[int, bytes]]
 
@@ -74,8 +74,8 @@ class _Lookup:
         size, reach = self._catalogue.block_tokens, self._reach()
         first = (self._prompt.start // size + 1) * size
         exact = max(first, reach - _EXACT_TOKENS + 1)
-        if reach >= first:
-            yield list(range(reach, exact - 1, -1))
+        ones = list(range(reach, exact - 1, -1))
+        yield from (batch for batch in (ones[:_BATCH], ones[_BATCH:]) if batch)
         ends = iter(range((exact - 1) // size * size, first - 1, -size))
         while batch := list(islice(ends, _BATCH)):
             yield batch

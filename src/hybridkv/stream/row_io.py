@@ -66,29 +66,37 @@ class HostPages(PageBytes):
         return np.empty(nbytes, np.uint8).data
 
     def copy_in(self, chunk: Chunk, span: Span, staged: memoryview) -> None:
-        for pages, slabs, numbers, rows in self._pairs(chunk, span, staged):
-            pages[slabs, numbers] = rows
+        for pages, rows in self._pairs(chunk, span, staged):
+            pages[...] = rows
 
     def copy_out(self, chunk: Chunk, span: Span) -> Copy:
         data = np.empty(chunk.nbytes(span.num_tokens), np.uint8).data
-        for pages, slabs, numbers, rows in self._pairs(chunk, span, data):
-            for index, place in enumerate(zip(slabs, numbers, strict=True)):
-                rows[index] = pages[place]
+        for pages, rows in self._pairs(chunk, span, data):
+            rows[...] = pages
         return Copy(data, _nothing)
 
     def settle(self) -> None:
         """Nothing to do: copies are complete on return."""
 
-    def _pairs(
-        self, chunk: Chunk, span: Span, data: memoryview
-    ) -> Iterator[tuple[Words, Sequence[int], Sequence[int], Words]]:
-        """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
+    def _pairs(self, chunk: Chunk, span: Span, data: memoryview) -> Iterator[tuple[Words, Words]]:
+        """The same bytes of a chunk twice: in pages and in `data`. A pair has pages that follow one another."""
         for blocks in span.blocks():
-            slabs, numbers = zip(*(divmod(page, chunk.grid.pages_per_slab) for page in blocks.pages), strict=True)
+            runs = list(_runs(blocks.pages, chunk.grid.pages_per_slab))
             for box in chunk.boxes(span.num_tokens):
+                size = box.alignment(chunk.grid)
                 for pages, rows in box.views(chunk.grid, len(self._bytes), blocks, span.block_tokens):
-                    size = box.alignment(chunk.grid)
-                    yield _array(self._bytes, pages, size), slabs, numbers, _array(data, rows, size)
+                    all_pages, all_rows = _array(self._bytes, pages, size), _array(data, rows, size)
+                    for first, count, (slab, number) in runs:
+                        yield all_pages[slab, number : number + count], all_rows[first : first + count]
+
+
+def _runs(pages: Sequence[int], pages_per_slab: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Runs of consecutive pages in one slab: index of the first, how many, and its slab and number in it."""
+    first = 0
+    for index in range(1, len(pages) + 1):
+        if index == len(pages) or pages[index] != pages[index - 1] + 1 or pages[index] % pages_per_slab == 0:
+            yield first, index - first, divmod(pages[first], pages_per_slab)
+            first = index
 
 
 def _array(data: memoryview, view: View, size: int) -> Words:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOG = logging.getLogger("vllm.hybridkv")
+_TELL_EVERY_S = 0.2
 _LOG_EVERY_S = 60.0
 
 
@@ -50,6 +51,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(vllm_config, kv_cache_config, settings)
         self._told: Counter[str] = Counter()
         """Counters that vLLM knows already."""
+        self._told_at = 0.0
         self._logged: Counter[str] = Counter()
         self._logged_at = time.monotonic()
 
@@ -140,8 +142,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> HybridKVStats | None:
+        if time.monotonic() - self._told_at < _TELL_EVERY_S:
+            return None
         half = self._scheduler or self._worker
         assert half is not None
+        self._told_at = time.monotonic()
         now = counted(half.stats, half.counts)
         since, self._told = now - self._told, now
         self._log(now)

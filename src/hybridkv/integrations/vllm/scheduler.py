@@ -27,6 +27,8 @@ from hybridkv.stream import DumpPoint, DumpRule, Fetch, Finder, StreamStats
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_IDLE_WAIT_S = 0.005
+"""While no request runs, a request waits so long for a lookup before vLLM's loop goes round: spinning would slow it."""
 _SAVED_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -90,6 +92,8 @@ class SchedulerHalf:
         self._loads: dict[str, int] = {}
         """Requests of the next step that load, and the position from which each does."""
         self._orders = StepOrders(self._identity)
+        self._is_idle = True
+        """The last step computed nothing."""
 
     # --- hits ---------------------------------------------------------------------------------------------------------
 
@@ -131,6 +135,8 @@ class SchedulerHalf:
         """Order a fetch if the lookup has found something, and if there is room for it."""
         fetch = tracked.fetch
         assert fetch is not None
+        if self._is_idle:
+            fetch.wait(_IDLE_WAIT_S)
         if fetch.is_late:
             self.stats.slow_lookups += 1
             self._missed(tracked, "late")
@@ -212,7 +218,7 @@ class SchedulerHalf:
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """Everything that workers do in the step that was scheduled."""
         orders, self._orders = self._orders, StepOrders(self._identity)
-        orders.is_idle = not output.total_num_scheduled_tokens
+        orders.is_idle = self._is_idle = not output.total_num_scheduled_tokens
         for request, start in self._loads.items():
             orders.loads.append(self._load_order(output, request, start))
         self._loads = {}

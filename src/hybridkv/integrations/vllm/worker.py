@@ -28,7 +28,7 @@ from hybridkv.integrations.vllm.placement import BEFORE_ALL_LAYERS, place
 from hybridkv.integrations.vllm.settings import Settings
 from hybridkv.stream import Load, Mover, PageRequest, StepTransfers, StreamStats
 
-_IDLE_WAIT_S = 0.002
+_IDLE_WAIT_S = 0.005
 """A step that computes nothing waits this long for a fetch to end, instead of spinning."""
 
 
