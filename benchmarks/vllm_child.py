@@ -74,8 +74,9 @@ class ConnectedVllm(Vllm):
 
 def answer(peer: ConnectedVllm, command: dict[str, Any]) -> dict[str, Any]:
     if "prompt" in command:
+        begin_cpu = time.process_time()
         [record] = peer.serve([command["prompt"]], command["max_tokens"])
-        return asdict(record)
+        return asdict(record) | {"cpu_s": time.process_time() - begin_cpu}
     {"settle": peer.settle, "reset": peer.reset}[command["do"]]()
     return {}
 

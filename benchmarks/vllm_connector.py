@@ -6,8 +6,8 @@ token. One engine of each mode lives in a process of its own, with one thread fo
 goes to all modes in turn before the next, and what is shown are medians. Modes named -256 run with
 `long_prefill_token_threshold=256`, which ends prefill chunks, and so leaves states, every 256 tokens.
 
-Before each request vLLM's own prefix cache is emptied, so that the store answers; not in mode `none`, whose hits are
-those of that cache. Mooncake runs over TCP on this machine: make setup-mooncake.
+Hits are counted twice: with vLLM's own prefix cache emptied before each request, so that the store alone answers, and
+without. Mode `none` has only the latter. Mooncake runs over TCP on this machine: make setup-mooncake.
 
     python benchmarks/vllm_connector.py --quick
     python benchmarks/vllm_connector.py --models gemma-3-tiny --modes none,hybridkv
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Self
 import engine_models
 import vllm_mooncake
 from rich.console import Console
-from vllm_report import Measured, show
+from vllm_report import CACHES, Measured, show
 from vllm_workloads import HITS, Prompts
 
 HERE = Path(__file__).resolve().parent
@@ -183,7 +183,7 @@ def measure(setup: Setup, modes: Sequence[str]) -> tuple[dict[str, Measured], di
     with engines(setup, modes) as children:
         for mode, child in children.items():
             child.serve(warm_up)
-            _prepare(mode, child)
+            child.reset() if _has_store(mode) else child.settle()
             child.serve(warm_up)
             child.settle()
         for i, prompt in enumerate(stored):
@@ -192,7 +192,7 @@ def measure(setup: Setup, modes: Sequence[str]) -> tuple[dict[str, Measured], di
                 child.settle()
         for i, prompt in enumerate(stored):
             for mode, child in in_turn(children, i):
-                _prepare(mode, child)
+                child.reset() if _has_store(mode) else child.settle()
                 results[mode].hit.append(child.serve(prompt))
                 child.settle()
     num_stored = LONG_TOKENS * (1 + len(stored))
@@ -210,29 +210,28 @@ def measure(setup: Setup, modes: Sequence[str]) -> tuple[dict[str, Measured], di
             for mode, child in in_turn(children, i):
                 results[mode].decode.append(child.serve(prompt, DECODED_TOKENS))
                 child.settle()
-        for name, workload in HITS.items():
-            for mode, child in children.items():
-                results[mode].hits[name] = workload(Prompts.of(name, prompts), _Requests(mode, child))
+        for mode, child in children.items():
+            for name, workload in HITS.items():
+                for caches in CACHES if _has_store(mode) else CACHES[1:]:
+                    requests = _Requests(child, store_alone=caches == CACHES[0])
+                    found = workload(Prompts.of(name + caches, prompts), requests)
+                    results[mode].hits.setdefault(name, {})[caches] = found
     return results, bytes_a_token
 
 
-def _prepare(mode: str, child: Child) -> None:
-    """Make the store answer the next request. Without a store vLLM's own cache answers."""
-    if mode.startswith("none"):
-        child.settle()
-    else:
-        child.reset()
+def _has_store(mode: str) -> bool:
+    return not mode.startswith("none")
 
 
 class _Requests:
     """What a workload of `HITS` asks with: cached tokens and the reply."""
 
-    def __init__(self, mode: str, child: Child) -> None:
-        self._mode = mode
+    def __init__(self, child: Child, store_alone: bool) -> None:
         self._child = child
+        self._store_alone = store_alone
 
     def __call__(self, prompt: list[int], max_tokens: int) -> tuple[int, list[int]]:
-        _prepare(self._mode, self._child)
+        self._child.reset() if self._store_alone else self._child.settle()
         answer = self._child.serve(prompt, max_tokens)
         return int(answer["cached_tokens"]), answer["output"]
 

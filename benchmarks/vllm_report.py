@@ -12,6 +12,7 @@ from rich.table import Table
 HIT_TTFT_TARGETS = {"qwen3-next": 0.5, "gemma-3": 0.65}
 """TTFT of a hit with HybridKVConnector, at most this share of Mooncake's."""
 MISS_TARGET = 1.05
+CACHES = ("store alone", "with vLLM's cache")
 
 
 class Measured(NamedTuple):
@@ -23,8 +24,8 @@ class Measured(NamedTuple):
     restart: list[dict[str, Any]]
     """In the next process."""
     decode: list[dict[str, Any]]
-    hits: dict[str, list[int]]
-    """Cached tokens of the requests of each workload."""
+    hits: dict[str, dict[str, list[int]]]
+    """Cached tokens of the requests of each workload, by the caches that may answer."""
 
 
 def _median(answers: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
@@ -37,6 +38,10 @@ def _ttft(answer: dict[str, Any]) -> float:
 
 def _decode(answer: dict[str, Any]) -> float:
     return float(answer["finish_s"] - answer["ttft_s"])
+
+
+def _cpu(answer: dict[str, Any]) -> float:
+    return float(answer["cpu_s"])
 
 
 def _spread(answers: list[dict[str, Any]]) -> list[float]:
@@ -60,6 +65,7 @@ def record(model: str, mode: str, measured: Measured, bytes_a_token: float) -> d
         "restart_same_first_token": same / len(measured.miss),
         "miss_ttft_s": _median(misses, _ttft),
         "miss_ttft_range_s": _spread(misses),
+        "miss_cpu_s": _median(measured.miss, _cpu),
         "decode_s": _median(measured.decode, _decode),
         "bytes_a_prompt_token": bytes_a_token,
     }
@@ -85,7 +91,9 @@ def _hits(model: str, by_mode: dict[str, dict[str, Any]]) -> Table:
     for mode in by_mode:
         table.add_column(mode, justify="right")
     for workload in next(iter(by_mode.values()))["cached_tokens"]:
-        table.add_row(workload, *("/".join(map(str, one["cached_tokens"][workload])) for one in by_mode.values()))
+        for caches in CACHES:
+            found = [one["cached_tokens"][workload].get(caches, ()) for one in by_mode.values()]
+            table.add_row(f"{workload}, {caches}", *("/".join(map(str, cached)) for cached in found))
     for name, key in (("1,500, same process", "hit"), ("1,500, after a restart", "restart")):
         table.add_row(name, *(f"{one[f'{key}_cached_tokens']:.0f}" for one in by_mode.values()))
     return table
@@ -94,12 +102,22 @@ def _hits(model: str, by_mode: dict[str, dict[str, Any]]) -> Table:
 def _times(model: str, by_mode: dict[str, dict[str, Any]]) -> Table:
     table = Table(title=f"{model}: 1,500-token prompts, medians (least-most)", title_justify="left")
     table.add_column("mode")
-    for column in ("hit TTFT ms", "after a restart", "miss TTFT ms", "x none", "decode ms", "x none", "bytes/token"):
+    for column in (
+        "hit TTFT ms",
+        "after a restart",
+        "miss TTFT ms",
+        "x none",
+        "CPU x none",
+        "decode ms",
+        "x none",
+        "bytes/token",
+    ):
         table.add_column(column, justify="right")
     for mode, one in by_mode.items():
         ratios = _ratios(one, by_mode)
         cells = [_milliseconds(one, key) for key in ("hit_ttft", "restart_ttft", "miss_ttft")]
-        cells += [_ratio(ratios["miss_x_none"]), f"{one['decode_s'] * 1000:.0f}", _ratio(ratios["decode_x_none"])]
+        cells += [_ratio(ratios["miss_x_none"]), _ratio(ratios["miss_cpu_x_none"])]
+        cells += [f"{one['decode_s'] * 1000:.0f}", _ratio(ratios["decode_x_none"])]
         table.add_row(mode, *cells, f"{one['bytes_a_prompt_token']:.0f}" if not mode.startswith("none") else "")
     return table
 
@@ -119,6 +137,7 @@ def _ratios(one: dict[str, Any], by_mode: dict[str, dict[str, Any]]) -> dict[str
     none, mooncake = by_mode.get(f"none{dash}{threshold}"), by_mode.get("mooncake")
     return {
         "miss_x_none": one["miss_ttft_s"] / none["miss_ttft_s"] if none else None,
+        "miss_cpu_x_none": one["miss_cpu_s"] / none["miss_cpu_s"] if none else None,
         "decode_x_none": one["decode_s"] / none["decode_s"] if none else None,
         "hit_x_mooncake": one["hit_ttft_s"] / mooncake["hit_ttft_s"] if mooncake else None,
         "restart_x_mooncake": one["restart_ttft_s"] / mooncake["restart_ttft_s"] if mooncake else None,
@@ -157,7 +176,9 @@ def _met(is_met: bool) -> str:
 def _not_more(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Workloads on which a mode hit no more tokens than the other."""
     fewer = [
-        workload for workload in one["cached_tokens"]
-        if sum(one["cached_tokens"][workload]) <= sum(other["cached_tokens"][workload])
-    ]  # fmt: skip
+        f"{workload}, {caches}"
+        for workload, found in one["cached_tokens"].items()
+        for caches, cached in found.items()
+        if sum(cached) <= sum(other["cached_tokens"][workload][caches])
+    ]
     return fewer + [key for key in ("hit_cached_tokens", "restart_cached_tokens") if one[key] <= other[key]]
