@@ -20,20 +20,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import engine_models
 import vllm_mooncake
+from engine_profile import CpuTime
 from rich.console import Console
-from vllm_report import CACHES, Measured, show
+from vllm_engines import Child, Fleet, Setup, has_store
+from vllm_report import CACHES, Hits, Measured, show
 from vllm_workloads import HITS, Prompts
 
 HERE = Path(__file__).resolve().parent
@@ -44,196 +42,69 @@ LONG_TOKENS = 1500
 DECODED_TOKENS = 64
 
 
-class Child:
-    """One engine in a process of its own."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path, timeout_s: float) -> None:
-        self._log = log
-        self._timeout_s = timeout_s
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
-
-    def ready(self) -> None:
-        self._answer()
-
-    def serve(self, prompt: list[int], max_tokens: int = 1) -> dict[str, Any]:
-        return self._ask({"prompt": prompt, "max_tokens": max_tokens})
-
-    def reset(self) -> None:
-        """Empty vLLM's own prefix cache, once everything is saved."""
-        self._ask({"do": "reset"})
-
-    def settle(self) -> None:
-        """Wait until everything is saved."""
-        self._ask({"do": "settle"})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(self._timeout_s if kind is None else 5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        alarm = threading.Timer(self._timeout_s, self._process.kill)
-        alarm.start()
-        line = self._process.stdout.readline()
-        alarm.cancel()
-        if not line:
-            lines = [text for text in self._log.read_text(errors="replace").splitlines() if text.strip()]
-            raise RuntimeError("the engine ended:\n" + "\n".join(lines[-12:]))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+Answers = dict[str, list[dict[str, Any]]]
+"""Of each mode, in the order of the prompts."""
 
 
-class Setup(NamedTuple):
-    """What the engines of one model are started with."""
-
-    args: argparse.Namespace
-    scratch: Path
-    model_dir: Path
-    mooncake: vllm_mooncake.Mooncake | None
-
-    def files(self, mode: str) -> Path:
-        return self.scratch / f"{self.model_dir.name}-{mode}"
-
-    def stored_bytes(self, mode: str) -> int:
-        """What the mode's store holds. Mooncake's holds all models'."""
-        if self.mooncake is not None and mode.startswith("mooncake"):
-            return self.mooncake.stored_bytes()
-        return sum(path.stat().st_size for path in self.files(mode).rglob("*") if path.is_file())
-
-    def child(self, mode: str) -> Child:
-        connector, _, threshold = mode.partition("-")
-        options: dict[str, Any] = {"max_model_len": 2048}
-        environment = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "LD_PRELOAD": self.args.preload,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        }
-        if threshold:
-            options["long_prefill_token_threshold"] = int(threshold)
-        if connector == "mooncake":
-            assert self.mooncake is not None
-            environment |= self.mooncake.environment
-            options["kv_transfer_config"] = {
-                "kv_connector": "MooncakeStoreConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"lookup_rpc_port": os.getpid()},
-            }
-        elif connector == "hybridkv":
-            self.files(mode).mkdir(exist_ok=True)
-            options["kv_transfer_config"] = {
-                "kv_connector": "HybridKVConnector",
-                "kv_connector_module_path": "hybridkv.integrations.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "store": ["memory://?size=1GiB", f"file://{self.files(mode)}?size=10GiB"]
-                },
-            }
-        command = [self.args.vllm_python, str(HERE / "vllm_child.py"), str(self.model_dir), json.dumps(options)]
-        return Child(command, environment, self.scratch / f"{self.model_dir.name}-{mode}.log", self.args.timeout_s)
+def ask(fleet: Fleet, prompts: Sequence[list[int]], max_tokens: int = 1, store_alone: bool = False) -> Answers:
+    """Each prompt to all modes in turn, before the next. An engine that has answered saves in peace."""
+    answers: Answers = {mode: [] for mode in fleet.modes}
+    for i, prompt in enumerate(prompts):
+        for mode, child in fleet.in_turn(i):
+            with fleet.leaving_out(mode):
+                if store_alone and has_store(mode):
+                    child.reset()
+                answers[mode].append(child.serve(prompt, max_tokens))
+                child.settle()
+    return answers
 
 
-@contextlib.contextmanager
-def engines(setup: Setup, modes: Sequence[str]) -> Iterator[dict[str, Child]]:
-    """One engine of each mode, all at once: what is compared is then measured within seconds."""
-    with contextlib.ExitStack() as stack:
-        children = {mode: stack.enter_context(setup.child(mode)) for mode in modes}
-        for mode, child in children.items():
-            try:
-                child.ready()
-            except RuntimeError as failure:
-                raise RuntimeError(f"mode {mode}: {failure}") from None
-        yield children
+def count_hits(fleet: Fleet, prompts: Prompts) -> dict[str, Hits]:
+    """Cached tokens of every workload and mode."""
+    hits: dict[str, Hits] = {mode: {} for mode in fleet.modes}
+    for mode, child in fleet.in_turn():
+        for name, workload in HITS.items():
+            for caches in CACHES if has_store(mode) else CACHES[1:]:
+                before_each = child.reset if caches == CACHES[0] else child.settle
+
+                def request(
+                    prompt: list[int], max_tokens: int, child: Child = child, prepare: Callable[[], None] = before_each
+                ) -> tuple[int, list[int]]:
+                    prepare()
+                    answer = child.serve(prompt, max_tokens)
+                    return int(answer["cached_tokens"]), answer["output"]
+
+                with fleet.leaving_out(mode):
+                    hits[mode].setdefault(name, {})[caches] = workload(prompts.of(name + caches), request)
+    return hits
 
 
-def in_turn(children: dict[str, Child], number: int) -> Iterator[tuple[str, Child]]:
-    """The modes in an order that rotates from prompt to prompt."""
-    modes = list(children)
-    turn = number % len(modes)
-    for mode in (*modes[turn:], *modes[:turn]):
-        yield mode, children[mode]
-
-
-def measure(setup: Setup, modes: Sequence[str]) -> tuple[dict[str, Measured], dict[str, float]]:
-    """All modes on one model, and the bytes each stored a prompt token."""
+def measure(setup: Setup, modes: Sequence[str], failures: dict[str, str], console: Console) -> dict[str, Measured]:
+    """All modes on one model: two processes of each, one after the other."""
     prompts = Prompts(engine_models.SHAPES[setup.model_dir.name].vocab_size)
     warm_up, first_reply = prompts.tokens(LONG_TOKENS), prompts.tokens(LONG_TOKENS)
     stored = [prompts.tokens(LONG_TOKENS) for _ in range(setup.args.prompts)]
     fresh = [prompts.tokens(LONG_TOKENS) for _ in range(setup.args.prompts)]
-    results = {mode: Measured([], [], [], [], {}) for mode in modes}
     bytes_before = {mode: setup.stored_bytes(mode) for mode in modes}
-    with engines(setup, modes) as children:
-        for mode, child in children.items():
-            child.serve(warm_up)
-            child.reset() if _has_store(mode) else child.settle()
-            child.serve(warm_up)
-            child.settle()
-        for i, prompt in enumerate(stored):
-            for mode, child in in_turn(children, i):
-                results[mode].miss.append(child.serve(prompt))
-                child.settle()
-        for i, prompt in enumerate(stored):
-            for mode, child in in_turn(children, i):
-                child.reset() if _has_store(mode) else child.settle()
-                results[mode].hit.append(child.serve(prompt))
-                child.settle()
+    with Fleet(setup, modes, failures) as fleet:
+        console.print(f"{setup.model_dir.name}: {', '.join(fleet.modes)} are ready")
+        ask(fleet, [warm_up])
+        ask(fleet, [warm_up], store_alone=True)
+        miss = ask(fleet, stored)
+        hit = ask(fleet, stored, store_alone=True)
     num_stored = LONG_TOKENS * (1 + len(stored))
     bytes_a_token = {mode: (setup.stored_bytes(mode) - bytes_before[mode]) / num_stored for mode in modes}
-    with engines(setup, modes) as children:
-        for child in children.values():
-            child.serve(first_reply, DECODED_TOKENS)
-            child.serve(warm_up)
-            child.settle()
-        for i, prompt in enumerate(stored):
-            for mode, child in in_turn(children, i):
-                results[mode].restart.append(child.serve(prompt))
-                child.settle()
-        for i, prompt in enumerate(fresh):
-            for mode, child in in_turn(children, i):
-                results[mode].decode.append(child.serve(prompt, DECODED_TOKENS))
-                child.settle()
-        for mode, child in children.items():
-            for name, workload in HITS.items():
-                for caches in CACHES if _has_store(mode) else CACHES[1:]:
-                    requests = _Requests(child, store_alone=caches == CACHES[0])
-                    found = workload(Prompts.of(name + caches, prompts), requests)
-                    results[mode].hits.setdefault(name, {})[caches] = found
-    return results, bytes_a_token
-
-
-def _has_store(mode: str) -> bool:
-    return not mode.startswith("none")
-
-
-class _Requests:
-    """What a workload of `HITS` asks with: cached tokens and the reply."""
-
-    def __init__(self, child: Child, store_alone: bool) -> None:
-        self._child = child
-        self._store_alone = store_alone
-
-    def __call__(self, prompt: list[int], max_tokens: int) -> tuple[int, list[int]]:
-        self._child.reset() if self._store_alone else self._child.settle()
-        answer = self._child.serve(prompt, max_tokens)
-        return int(answer["cached_tokens"]), answer["output"]
+    with Fleet(setup, modes, failures) as fleet:
+        console.print(f"{setup.model_dir.name}: {', '.join(fleet.modes)} are ready again")
+        ask(fleet, [first_reply], DECODED_TOKENS)
+        ask(fleet, [warm_up])
+        restart = ask(fleet, stored)
+        decode = ask(fleet, fresh, DECODED_TOKENS)
+        hits = count_hits(fleet, prompts)
+        return {
+            mode: Measured(miss[mode], hit[mode], restart[mode], decode[mode], hits[mode], bytes_a_token[mode])
+            for mode in fleet.modes
+        }
 
 
 def parse_args() -> argparse.Namespace:
@@ -273,6 +144,7 @@ def main() -> None:
         modes.remove("mooncake")
         left_out["mooncake"] = why
     records: list[dict[str, Any]] = []
+    failures: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridkv-bench-")))
         mooncake = vllm_mooncake.Mooncake(args.mooncake, scratch) if "mooncake" in modes else None
@@ -280,10 +152,17 @@ def main() -> None:
             stack.callback(mooncake.close)
         for name in args.models:
             engine_models.build(name, scratch / name, "bfloat16")
-            results, bytes_a_token = measure(Setup(args, scratch, scratch / name, mooncake), modes)
-            records += show(name, results, bytes_a_token, console)
+            failed = failures.setdefault(name, {})
+            before = CpuTime.now()
+            results = measure(Setup(args, scratch, scratch / name, mooncake), modes, failed, console)
+            records += show(name, results, console) if results else []
+            console.print(f"others kept {CpuTime.now().other_cores(before):.1f} cores busy")
+            for mode, why in failed.items():
+                console.print(f"mode {mode} failed: {why}", markup=False)
     report = {"benchmark": "vllm_connector", "prompts": args.prompts, "quick": args.quick}
-    print(json.dumps(report | {"records": records, "left_out": left_out}))
+    print(json.dumps(report | {"records": records, "left_out": left_out, "failures": failures}))
+    if any(failures.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

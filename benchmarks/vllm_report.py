@@ -15,6 +15,10 @@ MISS_TARGET = 1.05
 CACHES = ("store alone", "with vLLM's cache")
 
 
+Hits = dict[str, dict[str, list[int]]]
+"""Cached tokens of the requests of each workload, by the caches that may answer."""
+
+
 class Measured(NamedTuple):
     """Answers of one mode, in the order of the prompts."""
 
@@ -24,8 +28,8 @@ class Measured(NamedTuple):
     restart: list[dict[str, Any]]
     """In the next process."""
     decode: list[dict[str, Any]]
-    hits: dict[str, dict[str, list[int]]]
-    """Cached tokens of the requests of each workload, by the caches that may answer."""
+    hits: Hits
+    bytes_a_prompt_token: float
 
 
 def _median(answers: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
@@ -48,7 +52,7 @@ def _spread(answers: list[dict[str, Any]]) -> list[float]:
     return [min(map(_ttft, answers)), max(map(_ttft, answers))]
 
 
-def record(model: str, mode: str, measured: Measured, bytes_a_token: float) -> dict[str, Any]:
+def record(model: str, mode: str, measured: Measured) -> dict[str, Any]:
     """The figures of one mode."""
     misses = measured.miss + measured.decode
     same = sum(a["output"] == b["output"] for a, b in zip(measured.miss, measured.restart, strict=True))
@@ -67,15 +71,13 @@ def record(model: str, mode: str, measured: Measured, bytes_a_token: float) -> d
         "miss_ttft_range_s": _spread(misses),
         "miss_cpu_s": _median(measured.miss, _cpu),
         "decode_s": _median(measured.decode, _decode),
-        "bytes_a_prompt_token": bytes_a_token,
+        "bytes_a_prompt_token": measured.bytes_a_prompt_token,
     }
 
 
-def show(
-    model: str, results: dict[str, Measured], bytes_a_token: dict[str, float], console: Console
-) -> list[dict[str, Any]]:
+def show(model: str, results: dict[str, Measured], console: Console) -> list[dict[str, Any]]:
     """Print the tables of one model and return their records."""
-    records = [record(model, mode, measured, bytes_a_token[mode]) for mode, measured in results.items()]
+    records = [record(model, mode, measured) for mode, measured in results.items()]
     by_mode = {one["mode"]: one for one in records}
     console.print(_hits(model, by_mode), _times(model, by_mode))
     for one in records:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Self
 
 Ask = Callable[[list[int], int], tuple[int, list[int]]]
 """(prompt, max_tokens) -> (cached tokens, reply)"""
@@ -25,10 +24,9 @@ class Prompts:
         self.vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    @classmethod
-    def of(cls, name: str, other: Prompts) -> Self:
+    def of(self, name: str) -> Prompts:
         """Those of one workload: the same for all modes."""
-        return cls(other.vocab_size, name)
+        return Prompts(self.vocab_size, name)
 
     def tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self.vocab_size) for _ in range(count)]
