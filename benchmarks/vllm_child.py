@@ -2,8 +2,8 @@
 
     python vllm_child.py MODEL '{"kv_transfer_config": {...}}'
 
-A line in is a request, {"prompt": [...], "max_tokens": 1}, or {"do": "reset"} or {"do": "settle"}. A line out answers
-it. What vLLM prints goes to standard error. The engine stops when standard input ends.
+A line in is a request, {"prompt": [...], "max_tokens": 1, "breakpoints": []}, or {"do": "reset"} or {"do": "settle"}.
+A line out answers it. What vLLM prints goes to standard error. The engine stops when standard input ends.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class ConnectedVllm(Vllm):
 
 def answer(peer: ConnectedVllm, command: dict[str, Any]) -> dict[str, Any]:
     if "prompt" in command:
+        named = command.get("breakpoints")
+        peer.extra_args = {"kv_transfer_params": {"breakpoints": named}} if named else None
         begin_cpu = time.process_time()
         [record] = peer.serve([command["prompt"]], command["max_tokens"])
         return asdict(record) | {"cpu_s": time.process_time() - begin_cpu}

@@ -4,7 +4,8 @@ Tokens that hit: a prompt repeated, siblings with a shared beginning, turns of a
 restart of the engine. Times: to the first token of a hit and of a miss, and of 64 decoded tokens; bytes stored a prompt
 token. One engine of each mode lives in a process of its own, with one thread for arithmetic. For times, each prompt
 goes to all modes in turn before the next, and what is shown are medians. Modes named -256 run with
-`long_prefill_token_threshold=256`, which ends prefill chunks, and so leaves states, every 256 tokens.
+`long_prefill_token_threshold=256`, which ends prefill chunks, and so leaves states, every 256 tokens; those named
+-checkpoints run with CheckpointScheduler, which ends them where states are worth saving.
 
 Hits are counted twice: with vLLM's own prefix cache emptied before each request, so that the store alone answers, and
 without. Mode `none` has only the latter. Mooncake runs over TCP on this machine: make setup-mooncake.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,8 +38,8 @@ from vllm_workloads import HITS, Prompts
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("qwen3-next-tiny", "gemma-3-tiny")
-MODES = ("none", "none-256", "mooncake", "hybridkv", "hybridkv-256")
-QUICK_MODES = ("none", "mooncake", "hybridkv")
+MODES = ("none", "none-256", "mooncake", "hybridkv", "hybridkv-256", "hybridkv-checkpoints")
+QUICK_MODES = ("none", "mooncake", "hybridkv", "hybridkv-checkpoints")
 LONG_TOKENS = 1500
 DECODED_TOKENS = 64
 
@@ -68,10 +70,14 @@ def count_hits(fleet: Fleet, prompts: Prompts) -> dict[str, Hits]:
                 before_each = child.reset if caches == CACHES[0] else child.settle
 
                 def request(
-                    prompt: list[int], max_tokens: int, child: Child = child, prepare: Callable[[], None] = before_each
+                    prompt: list[int],
+                    max_tokens: int,
+                    breakpoints: Sequence[int],
+                    child: Child = child,
+                    prepare: Callable[[], None] = before_each,
                 ) -> tuple[int, list[int]]:
                     prepare()
-                    answer = child.serve(prompt, max_tokens)
+                    answer = child.serve(prompt, max_tokens, breakpoints)
                     return int(answer["cached_tokens"]), answer["output"]
 
                 with fleet.leaving_out(mode):
@@ -118,7 +124,7 @@ def parse_args() -> argparse.Namespace:
         return parse
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two prompts where times are measured, three modes")
+    parser.add_argument("--quick", action="store_true", help="two prompts where times are measured, four modes")
     parser.add_argument("--models", type=listed(tuple(engine_models.SHAPES)), default=list(MODELS))
     parser.add_argument("--modes", type=listed(MODES))
     parser.add_argument("--prompts", type=int, help="where times are measured; default: 7, with --quick 2")
@@ -137,6 +143,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes started here end too
     console = Console(width=None if sys.stdout.isatty() else 140)
     modes, left_out = list(args.modes), {}
     if "mooncake" in modes and (why := vllm_mooncake.why_not(args.mooncake, args.vllm_python)):

@@ -40,8 +40,8 @@ class Child:
     def ready(self) -> None:
         self._answer()
 
-    def serve(self, prompt: list[int], max_tokens: int = 1) -> dict[str, Any]:
-        return self._ask({"prompt": prompt, "max_tokens": max_tokens})
+    def serve(self, prompt: list[int], max_tokens: int = 1, breakpoints: Sequence[int] = ()) -> dict[str, Any]:
+        return self._ask({"prompt": prompt, "max_tokens": max_tokens, "breakpoints": list(breakpoints)})
 
     def reset(self) -> None:
         """Empty vLLM's own prefix cache, once everything is saved."""
@@ -101,7 +101,7 @@ class Setup(NamedTuple):
         return sum(path.stat().st_size for path in self.files(mode).rglob("*") if path.is_file())
 
     def child(self, mode: str) -> Child:
-        connector, _, threshold = mode.partition("-")
+        connector, _, chunks = mode.partition("-")
         options: dict[str, Any] = {"max_model_len": 2048}
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
@@ -110,8 +110,10 @@ class Setup(NamedTuple):
             "PYTHONHASHSEED": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
-        if threshold:
-            options["long_prefill_token_threshold"] = int(threshold)
+        if chunks == "checkpoints":
+            options["scheduler_cls"] = "hybridkv.integrations.vllm.checkpoint_scheduler.CheckpointScheduler"
+        elif chunks:
+            options["long_prefill_token_threshold"] = int(chunks)
         if connector == "mooncake":
             assert self.mooncake is not None
             environment |= self.mooncake.environment

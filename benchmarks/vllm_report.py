@@ -134,9 +134,9 @@ def _ratio(value: float | None) -> str:
 
 
 def _ratios(one: dict[str, Any], by_mode: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """A mode against none with the same threshold and against Mooncake; None where that did not run."""
-    _, dash, threshold = one["mode"].partition("-")
-    none, mooncake = by_mode.get(f"none{dash}{threshold}"), by_mode.get("mooncake")
+    """A mode against none with the same threshold, if it ran, and against Mooncake; None where that did not run."""
+    _, dash, chunks = one["mode"].partition("-")
+    none, mooncake = by_mode.get(f"none{dash}{chunks}", by_mode.get("none")), by_mode.get("mooncake")
     return {
         "miss_x_none": one["miss_ttft_s"] / none["miss_ttft_s"] if none else None,
         "miss_cpu_x_none": one["miss_cpu_s"] / none["miss_cpu_s"] if none else None,

@@ -6,10 +6,10 @@ Nothing here knows of engines: a workload is given prompts and a function that a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-Ask = Callable[[list[int], int], tuple[int, list[int]]]
-"""(prompt, max_tokens) -> (cached tokens, reply)"""
+Ask = Callable[[list[int], int, Sequence[int]], tuple[int, list[int]]]
+"""(prompt, max_tokens, breakpoints) -> (cached tokens, reply)"""
 
 REPEATED_TOKENS = 700
 SHARED_TOKENS, OWN_TOKENS, NUM_SIBLINGS = 560, 400, 4
@@ -34,12 +34,17 @@ class Prompts:
 
 def repeated(prompts: Prompts, ask: Ask) -> list[int]:
     prompt = prompts.tokens(REPEATED_TOKENS)
-    return [ask(prompt, 1)[0] for _ in range(2)]
+    return [ask(prompt, 1, ())[0] for _ in range(2)]
 
 
-def siblings(prompts: Prompts, ask: Ask) -> list[int]:
+def siblings(prompts: Prompts, ask: Ask, breakpoints: Sequence[int] = ()) -> list[int]:
     shared = prompts.tokens(SHARED_TOKENS)
-    return [ask(shared + prompts.tokens(OWN_TOKENS), 1)[0] for _ in range(NUM_SIBLINGS)]
+    return [ask(shared + prompts.tokens(OWN_TOKENS), 1, breakpoints)[0] for _ in range(NUM_SIBLINGS)]
+
+
+def named_siblings(prompts: Prompts, ask: Ask) -> list[int]:
+    """Requests say where others may part from them. Only CheckpointScheduler listens."""
+    return siblings(prompts, ask, [SHARED_TOKENS])
 
 
 def turns(prompts: Prompts, ask: Ask) -> list[int]:
@@ -48,7 +53,7 @@ def turns(prompts: Prompts, ask: Ask) -> list[int]:
     cached = []
     for length in TURNS:
         prompt = prompt + prompts.tokens(length - len(prompt))
-        cached.append(ask(prompt, 1)[0])
+        cached.append(ask(prompt, 1, ())[0])
     return cached
 
 
@@ -58,7 +63,7 @@ def chat(prompts: Prompts, ask: Ask) -> list[int]:
     cached = []
     for length in TURNS:
         prompt = history + prompts.tokens(length - len(history))
-        found, reply = ask(prompt, REPLY_TOKENS)
+        found, reply = ask(prompt, REPLY_TOKENS, ())
         cached.append(found)
         history = prompt + reply
     return cached
@@ -67,6 +72,7 @@ def chat(prompts: Prompts, ask: Ask) -> list[int]:
 HITS: dict[str, Callable[[Prompts, Ask], list[int]]] = {
     f"{REPEATED_TOKENS} repeated": repeated,
     f"{SHARED_TOKENS} shared + {OWN_TOKENS} own": siblings,
+    f"the same, {SHARED_TOKENS} named": named_siblings,
     "turns " + " -> ".join(map(str, TURNS)): turns,
-    f"the same, with replies of {REPLY_TOKENS}": chat,
+    f"turns with replies of {REPLY_TOKENS}": chat,
 }
