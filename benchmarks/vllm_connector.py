@@ -3,9 +3,10 @@
 Tokens that hit: a prompt repeated, siblings with a shared beginning, turns of a conversation, and prompts after a
 restart of the engine. Times: to the first token of a hit and of a miss, and of 64 decoded tokens; bytes stored a prompt
 token. One engine of each mode lives in a process of its own, with one thread for arithmetic. For times, each prompt
-goes to all modes in turn before the next, and what is shown are medians. Modes named -256 run with
-`long_prefill_token_threshold=256`, which ends prefill chunks, and so leaves states, every 256 tokens; those named
--checkpoints run with CheckpointScheduler, which ends them where states are worth saving.
+goes to all modes in turn before the next, and what is shown are medians. Modes named
+-checkpoints run with CheckpointScheduler, which ends prefill chunks where states are worth saving. Those named -256 run
+with `long_prefill_token_threshold=256`. vLLM 0.32 ignores it while a request is alone, as all are here: what differs
+between none and none-256 is noise.
 
 Hits are counted twice: with vLLM's own prefix cache emptied before each request, so that the store alone answers, and
 without. Mode `none` has only the latter. Mooncake runs over TCP on this machine: make setup-mooncake.
