@@ -139,6 +139,12 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids), None
 
+    def reset_cache(self) -> bool:
+        """From now on nothing is found that was stored before, such as KV of other weights."""
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> HybridKVStats | None:

@@ -35,11 +35,14 @@ class BlockMemory:
         self._settings = settings
         self._stats = stats
         self._on_load = on_load
+        self._identity = ""
         self._mover: Mover | None = None
 
     def mover(self, identity: str) -> Mover:
-        if self._mover is None:
+        if identity != self._identity:
+            self._identity = identity
             self._catalogue.identify(identity)
+        if self._mover is None:
             self._mover = Mover(
                 open_shared(self._settings.store),
                 self._catalogue,

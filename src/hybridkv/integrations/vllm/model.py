@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hybridkv.integrations.vllm.groups import layer_specs
 from hybridkv.models.checkpoint_digest import checkpoint_digest
 from hybridkv.models.reader import read_config
 from hybridkv.spec import DType, ModelSpec
+
+LOG = logging.getLogger("vllm.hybridkv")
 
 
 def model_spec(config: VllmConfig, kv_cache_config: KVCacheConfig, rank: int) -> ModelSpec:
@@ -44,6 +47,7 @@ def model_identity(config: VllmConfig) -> str:
     computed = [str(model.dtype).removeprefix("torch.")]
     if model.quantization:
         computed.append(f"quantization {model.quantization}")
+    LOG.info("hybridkv reads the weights in %s once, for their digest", directory)
     return checkpoint_digest(directory, *computed)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
@@ -78,7 +79,7 @@ class SchedulerHalf:
         model = model_spec(config, kv_cache_config, rank=0)
         layers = known_layers(kv_cache_config, model, BLOCK_TOKENS)
         self._tables = sorted({known.table for known in layers.values()})
-        self._identity = shared_identity(model, model_identity(config))
+        self._base_identity = self._identity = shared_identity(model, model_identity(config))
         self._catalogue = make_catalogue(model, self._identity)
         self._rule = DumpRule(self._catalogue)
         self._world_size = config.parallel_config.world_size
@@ -299,6 +300,14 @@ class SchedulerHalf:
         ids, last = block_ids[table.number], (end - 1) // table.block_tokens
         start = last if table.is_state else first // table.block_tokens
         return BlockTable(start, list(ids[start : last + 1]))
+
+    def reset(self) -> None:
+        """Forget everything that is stored: the weights may have changed. Objects get names that no other engine has."""
+        for tracked in self._tracked.values():
+            self._end_fetch(tracked)
+        self._identity = f"{self._base_identity} reset {token_hex(8)}"
+        self._catalogue.identify(self._identity)
+        self._orders.identity = self._identity
 
     def close(self) -> None:
         self._finder.close(2.0)
