@@ -21,6 +21,8 @@ class Breaker:
         self._lock = Lock()
         self._well = True
         self._on_trial = False
+        self._has_passed = False
+        """A call of the trial has succeeded, at whatever stage."""
         self._failed_at = 0.0
         self._reach = 0
         """Stage that a trial call must reach to close the breaker: the latest stage that failed."""
@@ -31,14 +33,18 @@ class Breaker:
     def resting(self) -> bool:
         return not self._well and not self._on_trial
 
-    def admit(self) -> bool:
-        """Whether a call may run. After the backoff one trial may; without a result, another after `_rest` seconds."""
+    def admit(self, *, again: bool = False) -> bool:
+        """Whether a call may run. After the backoff one trial may; without a result, another after `_rest` seconds.
+
+        `again`: calls of this kind are cheap, and a later stage comes only after several of them. So they may run
+        once one has succeeded in the trial.
+        """
         with self._lock:
-            if self._well:
+            if self._well or (again and self._on_trial and self._has_passed):
                 return True
             if self._clock() < self._until:
                 return False
-            self._on_trial = True
+            self._on_trial, self._has_passed = True, False
             self._until = self._clock() + self._rest
             return True
 
@@ -59,6 +65,7 @@ class Breaker:
         if self._well:
             return
         with self._lock:
+            self._has_passed = True
             if self._on_trial and reach >= self._reach:
                 self._well, self._on_trial = True, False
                 logger.info("%s: back after %.0f s", self._what, self._clock() - self._failed_at)

@@ -1,8 +1,8 @@
 """Circuit breaker around a store: callers continue without a store that fails, and use it again once it works.
 
 After a fault the store is skipped: lookups return False and nothing is written. The backoff is 1 s, doubled up to 60 s;
-after each backoff one trial call is let through. Reads and writes have separate breakers: a full disk can still be
-read. Objects that are missing, corrupt or of an unknown format are not faults.
+after each backoff one trial is let through: a write, or lookups until a read has succeeded or failed. Reads and writes
+have separate breakers: a full disk can still be read. Objects that are missing, corrupt or of an unknown format are not faults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Guarded(Store):
         self._counters = Counters()
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
-        if self._reading.admit():
+        if self._reading.admit(again=True):
             try:
                 with self._watched(self._reading, _BEGUN):
                     return self.store.lookup(names)

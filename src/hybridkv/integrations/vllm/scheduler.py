@@ -302,7 +302,7 @@ class SchedulerHalf:
         return BlockTable(start, list(ids[start : last + 1]))
 
     def reset(self) -> None:
-        """Forget everything that is stored: the weights may have changed. Objects get names that no other engine has."""
+        """Forget all that is stored: the weights may have changed. Objects get names that no other engine has."""
         for tracked in self._tracked.values():
             self._end_fetch(tracked)
         self._identity = f"{self._base_identity} reset {token_hex(8)}"
