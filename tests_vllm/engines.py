@@ -34,6 +34,12 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 CONNECTOR = {"kv_connector": "HybridKVConnector", "kv_connector_module_path": "hybridkv.integrations.vllm"}
+CHUNKS: dict[str, Any] = {
+    "max_num_batched_tokens": 512,
+    "long_prefill_token_threshold": 256,
+    "long_prefill_token_threshold_adaptive": False,
+}
+"""Options of an engine whose prefill chunks have at most 256 tokens."""
 FAULTY_CONNECTOR = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty"}
 
 
@@ -207,12 +213,10 @@ class Host:
     processes: list[Process] = field(default_factory=list)
 
     def start(self) -> None:
-        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "host.py"), str(self.path)],
-                env=environment,
+                env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
