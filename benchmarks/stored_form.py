@@ -78,7 +78,7 @@ class Bench:
         }
 
     def _span(self, group: StoredGroup, chunk: Chunk) -> Span:
-        first, last = chunk.plan.pages_per_slab, self.plan.num_slabs * chunk.plan.pages_per_slab
+        first, last = chunk.grid.pages_per_slab, self.plan.num_slabs * chunk.grid.pages_per_slab
         if group.is_state:
             return Span([first], 1, 1)
         size = self.catalogue.block_tokens
@@ -94,7 +94,7 @@ class Plain(NamedTuple):
 def _plain_copies(buffer: torch.Tensor, chunk: Chunk, pages: Sequence[int]) -> Plain:
     """The row of each page, as it lies there: on a CPU one copy a page, on a GPU one kernel and one transfer."""
     nbytes, cuda = chunk.row.nbytes, buffer.device.type == "cuda"
-    starts = [chunk.plan.page_offset(page) + chunk.row.offset_bytes for page in pages]
+    starts = [chunk.grid.page_offset(page) + chunk.row.offset_bytes for page in pages]
     if not cuda:
         whole = memoryview(buffer.numpy())
         staged = memoryview(bytearray(nbytes * len(pages)))
@@ -109,7 +109,7 @@ def _plain_copies(buffer: torch.Tensor, chunk: Chunk, pages: Sequence[int]) -> P
                 whole[start : start + nbytes] = staged[number * nbytes : (number + 1) * nbytes]
 
         return Plain(out, into)
-    words, stride = buffer.view(torch.int64), chunk.plan.stride_bytes // 8
+    words, stride = buffer.view(torch.int64), chunk.grid.stride_bytes // 8
     rows = words.as_strided((len(words) // stride, nbytes // 8), (stride, 1), chunk.row.offset_bytes // 8)
     host = torch.empty((len(pages), nbytes // 8), dtype=torch.int64, pin_memory=True)
 

@@ -50,7 +50,7 @@ from hybridkv.stream import (
     StreamStats,
 )
 from hybridkv.stream.form import Chunk
-from hybridkv.stream.row_io import Bytes
+from hybridkv.stream.row_io import Words
 
 SIZE = 16
 STRETCH_TOKENS = 32
@@ -168,6 +168,8 @@ class Moving:
             num_wrong += self._num_wrong(order, layer) if load is not None and load.failure is None else 0
             self._compute(order, layer)
             step.after_layer(layer)
+        while load is not None and load.is_reading:  # `finish` would give up reads that a failure has left under way
+            time.sleep(0.001)
         step.finish()
         step.judge("a", load is None or load.failure is None)
         step.publish()
@@ -211,15 +213,15 @@ class Moving:
                     for block in range(request.start // SIZE, request.end // SIZE):
                         yield chunk, (block + 1) * SIZE, request.blocks[chunk.table][block]
 
-    def _pieces(self, chunk: Chunk, page: int) -> Iterator[tuple[Bytes, str]]:
+    def _pieces(self, chunk: Chunk, page: int) -> Iterator[tuple[Words, str]]:
         """Every part of every layer in a page, as bytes, and what it is called."""
         for view in chunk.row.views:
-            offset = chunk.plan.page_offset(page) + view.offset_bytes
+            offset = chunk.grid.page_offset(page) + view.offset_bytes
             shape, strides = (*view.shape[:-1], view.shape[-1] * view.dtype.nbytes), (*view.strides_bytes[:-1], 1)
             yield np.ndarray(shape, np.uint8, memoryview(self.memory), offset, strides), f"{view.layer} {view.part}"
 
 
-def content(chunk: Chunk, piece: str, tokens: bytes, end: int) -> Bytes:
+def content(chunk: Chunk, piece: str, tokens: bytes, end: int) -> Words:
     """What a part of a block or state that ends at `end` is for these tokens, and for no others."""
     shape = next(
         (*view.shape[:-1], view.shape[-1] * view.dtype.nbytes)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
-from hybridkv.plan import GroupPlan
+
+class PageGrid(NamedTuple):
+    """Where pages lie in a buffer: slabs at equal distances, with equally many pages at equal distances in each."""
+
+    slab_bytes: int
+    pages_per_slab: int
+    stride_bytes: int
+
+    def page_offset(self, page: int) -> int:
+        slab, number = divmod(page, self.pages_per_slab)
+        return slab * self.slab_bytes + number * self.stride_bytes
+
+
+class Axis(NamedTuple):
+    """Elements at equal distances, in bytes."""
+
+    size: int
+    stride: int
 
 
 class Blocks(NamedTuple):
@@ -63,32 +80,66 @@ class Box(NamedTuple):
     page_strides: tuple[int, ...]
     row_offset: int
     row_strides: tuple[int, ...]
-    token_stride: int
-    """Distance of two tokens in the page. In the row they are `nbytes` apart."""
+    token_axes: tuple[Axis, ...]
+    """The tokens of a block in a page. More than one: the digits of a token's number, the first counts most."""
+    row_token_stride: int
     nbytes: int
 
     def moved(self, row_bytes: int) -> Box:
         """The same box further on in the row."""
         return self._replace(row_offset=self.row_offset + row_bytes)
 
-    def in_pages(self, plan: GroupPlan, arena_bytes: int, num_tokens: int) -> View:
-        """The first tokens of this box in every page of an arena: `[slabs, pages of a slab, ..., tokens, bytes]`."""
-        shape = (arena_bytes // plan.slab_bytes, plan.pages_per_slab, *self.shape, num_tokens, self.nbytes)
-        return View(
-            shape, (plan.slab_bytes, plan.stride_bytes, *self.page_strides, self.token_stride, 1), self.page_offset
+    def views(self, grid: PageGrid, arena_bytes: int, blocks: Blocks, block_tokens: int) -> Iterator[tuple[View, View]]:
+        """The same bytes twice: of every page of an arena, `[slabs, pages of a slab, ...]`, and of `blocks` in the row,
+        `[blocks, ...]`. Mostly one pair."""
+        if len(self.token_axes) == 1:
+            yield self._views(grid, arena_bytes, blocks, block_tokens, (blocks.num_tokens,), 0)
+        elif blocks.num_tokens == block_tokens:
+            yield self._views(grid, arena_bytes, blocks, block_tokens, tuple(axis.size for axis in self.token_axes), 0)
+        else:
+            for token in range(blocks.num_tokens):
+                yield self._views(grid, arena_bytes, blocks, block_tokens, (1,) * len(self.token_axes), token)
+
+    def _views(
+        self,
+        grid: PageGrid,
+        arena_bytes: int,
+        blocks: Blocks,
+        block_tokens: int,
+        num_tokens: tuple[int, ...],
+        first: int,
+    ) -> tuple[View, View]:
+        """`num_tokens`: along each token axis, from token `first` of the block on."""
+        shape = (*self.shape, *num_tokens, self.nbytes)
+        pages = View(
+            (-(-arena_bytes // grid.slab_bytes), grid.pages_per_slab, *shape),
+            (grid.slab_bytes, grid.stride_bytes, *self.page_strides, *(axis.stride for axis in self.token_axes), 1),
+            self.page_offset + self._token_offset(first),
         )
+        units = [prod(axis.size for axis in self.token_axes[number + 1 :]) for number in range(len(self.token_axes))]
+        row = View(
+            (len(blocks.pages), *shape),
+            (
+                block_tokens * self.row_token_stride,
+                *self.row_strides,
+                *(unit * self.row_token_stride for unit in units),
+                1,
+            ),
+            self.row_offset + (blocks.first + first) * self.row_token_stride,
+        )
+        return pages, row
 
-    def in_row(self, blocks: Blocks, block_tokens: int) -> View:
-        """The same in the row, of some blocks: `[blocks, ..., tokens, bytes]`."""
-        shape = (len(blocks.pages), *self.shape, blocks.num_tokens, self.nbytes)
-        strides = (block_tokens * self.nbytes, *self.row_strides, self.nbytes, 1)
-        return View(shape, strides, self.row_offset + blocks.first * self.nbytes)
+    def _token_offset(self, token: int) -> int:
+        offset, (first, *others) = 0, self.token_axes
+        for axis in reversed(others):
+            token, digit = divmod(token, axis.size)
+            offset += digit * axis.stride
+        return offset + token * first.stride
 
-    @property
-    def alignment(self) -> int:
+    def alignment(self, grid: PageGrid) -> int:
         """The largest power of two, up to 8, that divides all offsets, distances and lengths."""
-        sizes = (self.page_offset, self.row_offset, self.token_stride, self.nbytes)
-        return gcd(8, *sizes, *self.page_strides, *self.row_strides)
+        sizes = (self.page_offset, self.row_offset, self.row_token_stride, self.nbytes)
+        return gcd(8, grid.slab_bytes, grid.stride_bytes, *sizes, *(axis.stride for axis in self.token_axes), *self.page_strides, *self.row_strides)
 
 
 def stack(boxes: Sequence[Box]) -> list[Box]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.cache import Role
-from hybridkv.plan import GroupPlan, Row
+from hybridkv.plan import Row
 from hybridkv.sight import Sight
 from hybridkv.spec import Part, Split
-from hybridkv.stream.boxes import Box, stack
+from hybridkv.stream.boxes import Axis, Box, PageGrid, stack
 
 _READ_ORDER = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
 """Read order of rows that are needed at the same layer."""
@@ -49,9 +49,29 @@ class Field(NamedTuple):
 
     page_offset: int
     piece_stride: int
-    token_stride: int
+    token_axes: tuple[Axis, ...]
+    """The tokens of a block, as of `Box`."""
     nbytes: int
     """Bytes of one piece, for one token."""
+    inner: tuple[Axis, ...] = ()
+    """The axes of a piece, the outermost first, if its bytes do not lie together in a page. In a row they do."""
+
+    def box(self, num_pieces: int, piece_bytes: int, row_offset: int) -> Box:
+        """`piece_bytes`: distance of two pieces in the row, which begins with this field's at `row_offset`."""
+        strides, unit = list[int](), self.nbytes
+        for axis in self.inner:
+            unit //= axis.size
+            strides.append(unit)
+        return Box(
+            (num_pieces, *(axis.size for axis in self.inner)),
+            self.page_offset,
+            (self.piece_stride, *(axis.stride for axis in self.inner)),
+            row_offset,
+            (piece_bytes, *strides),
+            self.token_axes,
+            self.nbytes,
+            unit,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +92,7 @@ class StoredLayer:
         piece_bytes = num_tokens * sum(one.nbytes for one in self.fields)
         boxes, offset = [], 0
         for one in self.fields:
-            shape, strides = (self.num_pieces,), (one.piece_stride,)
-            boxes.append(Box(shape, one.page_offset, strides, offset, (piece_bytes,), one.token_stride, one.nbytes))
+            boxes.append(one.box(self.num_pieces, piece_bytes, offset))
             offset += num_tokens * one.nbytes
         return stack(boxes)
 
@@ -82,7 +101,7 @@ class StoredLayer:
 class Chunk:
     """Layers of a stored group that lie in one row of a page. They are loaded and dumped together."""
 
-    plan: GroupPlan
+    grid: PageGrid
     table: str
     """The cache group whose pages hold them."""
     row: Row

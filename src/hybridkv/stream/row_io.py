@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hybridkv.stream.boxes import Span, View
 from hybridkv.stream.form import Chunk
 
-Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Copy(NamedTuple):
@@ -81,17 +81,20 @@ class HostPages(PageBytes):
 
     def _pairs(
         self, chunk: Chunk, span: Span, data: memoryview
-    ) -> Iterator[tuple[Bytes, Sequence[int], Sequence[int], Bytes]]:
+    ) -> Iterator[tuple[Words, Sequence[int], Sequence[int], Words]]:
         """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
         for blocks in span.blocks():
-            slabs, numbers = zip(*(divmod(page, chunk.plan.pages_per_slab) for page in blocks.pages), strict=True)
+            slabs, numbers = zip(*(divmod(page, chunk.grid.pages_per_slab) for page in blocks.pages), strict=True)
             for box in chunk.boxes(span.num_tokens):
-                pages = _array(self._bytes, box.in_pages(chunk.plan, len(self._bytes), blocks.num_tokens))
-                yield pages, slabs, numbers, _array(data, box.in_row(blocks, span.block_tokens))
+                for pages, rows in box.views(chunk.grid, len(self._bytes), blocks, span.block_tokens):
+                    size = box.alignment(chunk.grid)
+                    yield _array(self._bytes, pages, size), slabs, numbers, _array(data, rows, size)
 
 
-def _array(data: memoryview, view: View) -> Bytes:
-    return np.ndarray(view.shape, np.uint8, data, view.offset, view.strides)
+def _array(data: memoryview, view: View, size: int) -> Words:
+    """A view of bytes as words of `size` bytes."""
+    shape, strides = (*view.shape[:-1], view.shape[-1] // size), (*view.strides[:-1], size)
+    return np.ndarray(shape, f"u{size}", data, view.offset, strides)
 
 
 def _nothing() -> None:

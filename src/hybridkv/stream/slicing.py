@@ -10,6 +10,7 @@ from hybridkv.cache import CacheGroup, CacheLayout
 from hybridkv.errors import ParallelismError
 from hybridkv.plan import GroupPlan, Plan, Row
 from hybridkv.spec import HiddenTap, LayerSpec, LinearState, ModelSpec, Split
+from hybridkv.stream.boxes import Axis, PageGrid
 from hybridkv.stream.form import Chunk, Field, Share, StoredGroup, StoredLayer
 
 MOST_SLICES = 16
@@ -87,9 +88,10 @@ def _stored_group(name: str, slices: int, placed: Sequence[_Placed], model: Mode
     for number, (one, layer) in enumerate(zip(placed, layers, strict=True)):
         last, table = chunks[-1] if chunks else None, one.cached.name
         if last is not None and last.table == table and last.row is one.row:
-            chunks[-1] = Chunk(last.plan, table, last.row, last.first, (*last.layers, layer))
+            chunks[-1] = Chunk(last.grid, table, last.row, last.first, (*last.layers, layer))
         else:
-            chunks.append(Chunk(one.plan, table, one.row, number, (layer,)))
+            grid = PageGrid(one.plan.slab_bytes, one.plan.pages_per_slab, one.plan.stride_bytes)
+            chunks.append(Chunk(grid, table, one.row, number, (layer,)))
     cached, is_writer = placed[0].cached, model.rank % (model.tp // share.total) == 0
     return StoredGroup(name, cached.role, cached.sight, slices, share, is_writer, tuple(layers), tuple(chunks))
 
@@ -124,7 +126,7 @@ def _stored_layer(placed: _Placed, num_slices: int) -> StoredLayer:
             Field(
                 view.offset_bytes + before * stride,
                 per_piece * stride,
-                token_stride,
+                (Axis(1, token_stride),),
                 per_piece * part.nbytes // part.shape[0],
             )
         )

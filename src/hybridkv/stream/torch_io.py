@@ -68,11 +68,11 @@ class DevicePages(PageBytes):
     ) -> Iterator[tuple[torch.Tensor, _Places, torch.Tensor]]:
         """The same bytes of a chunk, box by box: every page of the arena, the places of ours, and rows of `data`."""
         for blocks in span.blocks():
-            places = self._places(blocks.pages, chunk.plan.pages_per_slab)
+            places = self._places(blocks.pages, chunk.grid.pages_per_slab)
             for box in chunk.boxes(span.num_tokens):
-                pages = box.in_pages(chunk.plan, len(self._bytes), blocks.num_tokens)
-                rows = box.in_row(blocks, span.block_tokens)
-                yield _words(self._bytes, pages, box.alignment), places, _words(data, rows, box.alignment)
+                size = box.alignment(chunk.grid)
+                for pages, rows in box.views(chunk.grid, len(self._bytes), blocks, span.block_tokens):
+                    yield _words(self._bytes, pages, size), places, _words(data, rows, size)
 
     def _places(self, pages: Sequence[int], pages_per_slab: int) -> _Places:
         """Slab and number in it of each page, as an index. A single page needs no tensors: it is a slice."""

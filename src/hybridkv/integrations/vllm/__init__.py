@@ -1,0 +1,1 @@
+"""hybridkv as a KV connector of vLLM."""

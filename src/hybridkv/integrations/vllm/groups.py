@@ -1,0 +1,138 @@
+"""vLLM's KV cache groups, beside the layers that hybridkv expects. What is not known here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from hybridkv.errors import InputError
+from hybridkv.spec import AttentionLayer, ChunkedLocal, LatentAttention, LayerSpec, LinearState, ModelSpec, SlidingWindow
+
+
+class LayerKey(NamedTuple):
+    """A layer of the model. One decoder layer may have attention and a state."""
+
+    layer: int
+    is_state: bool
+
+
+class Table(NamedTuple):
+    """The block table of one of vLLM's groups."""
+
+    number: int
+    """Index among the block ids that vLLM passes around."""
+    block_tokens: int
+    is_state: bool
+
+    @property
+    def name(self) -> str:
+        return f"group{self.number}"
+
+
+class KnownLayer(NamedTuple):
+    """A layer as both describe it."""
+
+    name: str
+    """vLLM's."""
+    table: Table
+    theirs: KVCacheSpec
+    ours: LayerSpec
+
+
+def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """vLLM's spec of each layer, by its name."""
+    return {name: spec for group in config.kv_cache_groups for name, spec in _members(group).items()}
+
+
+def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> dict[LayerKey, KnownLayer]:
+    """Every layer that keeps something. Raises InputError where the two descriptions differ."""
+    expected = {LayerKey(spec.layer, isinstance(spec, LinearState)): spec for spec in model.layers}
+    found: dict[LayerKey, KnownLayer] = {}
+    for number, group in enumerate(config.kv_cache_groups):
+        members = _members(group)
+        for name, spec in members.items():
+            key = LayerKey(extract_layer_index(name), isinstance(spec, MambaSpec))
+            if key not in expected or key in found:
+                raise InputError(f"vLLM keeps a cache for {name} of {model.name}, which hybridkv does not know")
+            table = Table(number, group.kv_cache_spec.block_size, key.is_state)
+            if not key.is_state and table.block_tokens % block_tokens:
+                raise InputError(
+                    f"vLLM's blocks of {table.block_tokens} tokens ({name}) cannot be cut into blocks of "
+                    f"{block_tokens}: set --block-size to a multiple of {block_tokens}"
+                )
+            _check(name, spec, expected[key])
+            found[key] = KnownLayer(name, table, spec, expected[key])
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise InputError(f"vLLM keeps no cache for layer {missing[0].layer} of {model.name}, which needs one")
+    return found
+
+
+def _members(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+
+
+def _check(name: str, theirs: KVCacheSpec, ours: LayerSpec) -> None:
+    """Kind, sight and sizes of one layer must agree."""
+    if isinstance(ours, LinearState):
+        _check_state(name, theirs, ours)
+    elif isinstance(ours, LatentAttention):
+        elements = sum(part.inner[0] for part in ours.parts)
+        _expect(name, "kind", type(theirs), (MLAAttentionSpec,))
+        _expect(name, "elements of a latent", theirs.head_size, (elements,))
+        _expect(name, "dtype", _dtype(theirs.dtype), (ours.parts[0].dtype.value,))
+    else:
+        assert isinstance(ours, AttentionLayer)
+        _check_sight(name, theirs, ours)
+        _expect(name, "KV heads", theirs.num_kv_heads, (ours.parts[0].shape[0],))
+        _expect(name, "head size", (theirs.head_size, theirs.head_size_v), (tuple(p.inner[0] for p in ours.parts),))
+        _expect(name, "dtype", _dtype(theirs.dtype), (ours.parts[0].dtype.value,))
+
+
+def _check_sight(name: str, theirs: KVCacheSpec, ours: AttentionLayer) -> None:
+    """vLLM may keep more tokens than a layer sees."""
+    if isinstance(ours, SlidingWindow):
+        _expect(name, "kind", type(theirs), (SlidingWindowSpec, FullAttentionSpec))
+        _expect(name, "window", theirs.sliding_window, (ours.window,))
+    elif isinstance(ours, ChunkedLocal):
+        _expect(name, "kind", type(theirs), (ChunkedLocalAttentionSpec, FullAttentionSpec))
+        _expect(name, "chunk", theirs.attention_chunk_size, (ours.chunk,))
+    else:
+        _expect(name, "kind", type(theirs), (FullAttentionSpec,))
+        _expect(name, "window", theirs.sliding_window, (None,))
+
+
+def _check_state(name: str, theirs: KVCacheSpec, ours: LinearState) -> None:
+    _expect(name, "kind", type(theirs), (MambaSpec,))
+    _expect(name, "tensors of a state", len(theirs.shapes), (len(ours.parts),))
+    for shape, dtype, part in zip(theirs.shapes, theirs.dtypes, ours.parts, strict=True):
+        _expect(name, f"shape of {part.name}", tuple(sorted(shape)), (tuple(sorted(part.shape)),))
+        _expect(name, f"dtype of {part.name}", _dtype(dtype), (part.dtype.value,))
+    _expect(name, "speculative blocks", theirs.num_speculative_blocks, (0,))
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _expect(name: str, what: str, found: object, expected: tuple[object, ...]) -> None:
+    if found not in expected:
+        wanted = " or ".join(str(getattr(one, "__name__", one)) for one in expected)
+        raise InputError(
+            f"{name}: vLLM has {what} {getattr(found, '__name__', found)}, and hybridkv expects {wanted}; "
+            f"this combination is not supported"
+        )

@@ -1,0 +1,65 @@
+"""What vLLM's configuration says of a model: its layers, and the identity of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+
+from hybridkv.errors import ConfigError
+from hybridkv.integrations.vllm.groups import layer_specs
+from hybridkv.models.checkpoint_digest import checkpoint_digest
+from hybridkv.models.reader import read_config
+from hybridkv.spec import DType, ModelSpec
+
+
+def model_spec(config: VllmConfig, kv_cache_config: KVCacheConfig, rank: int) -> ModelSpec:
+    """The model as hybridkv describes it, with the dtypes that vLLM computes in."""
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    described = _plain(model.hf_config.to_dict()) | {"dtype": dtype}
+    if isinstance(described.get("text_config"), dict):
+        described["text_config"]["dtype"] = dtype
+    states = {spec.dtypes[-1] for spec in layer_specs(kv_cache_config).values() if isinstance(spec, MambaSpec)}
+    return read_config(
+        described,
+        name=Path(model.model).name,
+        tp=config.parallel_config.tensor_parallel_size,
+        rank=rank,
+        kv_cache_dtype=DType.parse(dtype),
+        state_dtype=DType.parse(str(states.pop())) if len(states) == 1 else None,
+        source="vLLM",
+    )
+
+
+def model_identity(config: VllmConfig) -> str:
+    """The digest that an embedded engine gets from the same directory, if vLLM does not quantise the weights."""
+    model = config.model_config
+    directory = Path(model.model)
+    if not directory.is_dir():
+        directory = _hub_directory(model.model, model.revision)
+    computed = [str(model.dtype).removeprefix("torch.")]
+    if model.quantization:
+        computed.append(f"quantization {model.quantization}")
+    return checkpoint_digest(directory, *computed)
+
+
+def _hub_directory(name: str, revision: str | None) -> Path:
+    """Where vLLM has downloaded a model of the hub to."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no files of {name!r} on this machine ({error}): name a directory with the model") from None
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with torch dtypes as strings."""
+    return {
+        key: _plain(value) if isinstance(value, dict) else str(value) if isinstance(value, torch.dtype) else value
+        for key, value in config.items()
+    }

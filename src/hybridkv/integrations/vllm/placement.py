@@ -1,0 +1,174 @@
+"""Placement: where the parts of each stored layer lie in the tensors that vLLM has registered.
+
+A block of vLLM's is a slab of pages of 16 tokens, and a state is a page of its own. So everything in `stream` that
+copies pages works on vLLM's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from hybridkv.errors import InputError
+from hybridkv.integrations.vllm.groups import KnownLayer, LayerKey
+from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
+from hybridkv.plan import Row
+from hybridkv.spec import LatentAttention, LinearState, Part
+from hybridkv.stream import Catalogue
+from hybridkv.stream.boxes import Axis, PageGrid
+from hybridkv.stream.form import Chunk, Field, StoredGroup, StoredLayer
+
+BEFORE_ALL_LAYERS = -1
+AFTER_ALL_LAYERS = 1 << 20
+"""vLLM calls no hook for states: they are loaded before the first layer and saved after the last."""
+
+
+def place(
+    catalogue: Catalogue, layers: Mapping[LayerKey, KnownLayer], tensors: Mapping[str, torch.Tensor], modules: Any
+) -> dict[Chunk, torch.Tensor]:
+    """Make the catalogue's chunks those of vLLM's memory. Returns the buffer of each.
+
+    `modules`: vLLM's layers by name, whose own cache writes show where tokens lie.
+    """
+    buffers: dict[Chunk, torch.Tensor] = {}
+    block_tokens = catalogue.block_tokens
+
+    def placed(group: StoredGroup) -> StoredGroup:
+        chunks = []
+        for number, layer in enumerate(group.layers):
+            known = layers[LayerKey(layer.layer, group.is_state)]
+            tensor = tensors[known.name]
+            if group.is_state:
+                found, buffer, grid = _place_state(known, layer, tensor)
+                row = _row(BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
+            else:
+                found, buffer, grid = _place_tokens(known, layer, tensor, modules[known.name], block_tokens)
+                row = _row(layer.layer, layer.layer)
+            chunk = Chunk(grid, known.table.name, row, number, (found,))
+            buffers[chunk] = buffer
+            chunks.append(chunk)
+        return replace(group, layers=tuple(chunk.layers[0] for chunk in chunks), chunks=tuple(chunks))
+
+    catalogue.place(placed)
+    return buffers
+
+
+def _row(first: int, last: int) -> Row:
+    """A row that stands for hooks only: the layers that wait for it and that complete it."""
+    return Row((first, last), 0, 0, 0, ())
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _place_tokens(
+    known: KnownLayer, layer: StoredLayer, tensor: torch.Tensor, module: Any, block_tokens: int
+) -> tuple[StoredLayer, torch.Tensor, PageGrid]:
+    probe = probe_latent if isinstance(known.ours, LatentAttention) else probe_kv
+    lattices = probe(module, tensor)
+    if lattices is None:
+        raise InputError(
+            f"{known.name}: the layout of vLLM's blocks ({tuple(tensor.shape)} of {tensor.dtype}) is not understood; "
+            f"choose another attention backend"
+        )
+    fields, grid = [], PageGrid(1, 1, 1)
+    for (part, _), lattice in zip(layer.parts, lattices, strict=True):
+        blocks, tokens, *heads, elements = lattice.axes
+        pages, in_page = _cut(known.name, tokens, block_tokens)
+        grid = PageGrid(blocks[0].stride, pages.size, pages.stride)
+        (head_stride,) = [axis[0].stride for axis in heads if axis] or [0]
+        inner = () if elements == (Axis(part.inner[0], tensor.itemsize),) else elements
+        fields.append(Field(lattice.offset, head_stride, in_page, part.inner[0] * tensor.itemsize, inner, pages.stride))
+    return replace(layer, fields=tuple(fields)), _bytes_of(tensor, grid.slab_bytes), grid
+
+
+def _cut(name: str, tokens: Sequence[Axis], block_tokens: int) -> tuple[Axis, tuple[Axis, ...]]:
+    """Cut the token axis of vLLM's block into pages of `block_tokens`: the axis of pages, and those inside a page."""
+    outer, inner, left = list[Axis](), list[Axis](), block_tokens
+    for axis in reversed(tokens):
+        if left > 1 and axis.size > left and axis.size % left == 0:
+            inner.append(Axis(left, axis.stride))
+            outer.append(Axis(axis.size // left, axis.stride * left))
+            left = 1
+        elif left % axis.size == 0:
+            inner.append(axis)
+            left //= axis.size
+        else:
+            outer.append(axis)
+    if left > 1 or len(outer) > 1:
+        raise InputError(f"{name}: vLLM's blocks cannot be cut into blocks of {block_tokens} tokens")
+    return outer[0] if outer else Axis(1, 0), tuple(reversed(inner))
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def _place_state(
+    known: KnownLayer, layer: StoredLayer, tensor: torch.Tensor
+) -> tuple[StoredLayer, torch.Tensor, PageGrid]:
+    """vLLM has the parts of a state end to end, each contiguous."""
+    assert isinstance(known.ours, LinearState)
+    block_bytes = tensor.stride(0) * tensor.itemsize
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)]
+    if prod(tensor.shape[1:]) * tensor.itemsize < sum(sizes) or tensor[0].is_contiguous() is False:
+        raise InputError(
+            f"{known.name}: vLLM's blocks of {tuple(tensor.shape[1:])} {tensor.dtype} do not hold a state of "
+            f"{sum(sizes)} bytes as one run, which is not supported"
+        )
+    starts = {part.name: sum(sizes[:number]) for number, part in enumerate(known.ours.parts)}
+    strides = {part.name: _strides(part, shape, known) for part, shape in zip(known.ours.parts, known.theirs.shapes)}
+    fields = []
+    for (part, run), held in zip(layer.parts, _runs_before(layer), strict=True):
+        first, *others = strides[part.name]
+        per_piece = run.count // layer.num_pieces
+        axes = [Axis(per_piece, first), *(Axis(size, stride) for size, stride in zip(part.inner, others, strict=True))]
+        nbytes = per_piece * prod(part.inner) * part.dtype.nbytes
+        inner = () if _is_contiguous(axes, part.dtype.nbytes) else tuple(axes)
+        offset = starts[part.name] + held * first
+        fields.append(Field(offset, per_piece * first, (Axis(1, 0),), nbytes, inner))
+    grid = PageGrid(block_bytes, 1, block_bytes)
+    return replace(layer, fields=tuple(fields)), _bytes_of(tensor, block_bytes), grid
+
+
+def _runs_before(layer: StoredLayer) -> list[int]:
+    """For each stored run: the elements of the part's first axis before it."""
+    before, searched = [], dict[str, int]()
+    for part, run in layer.parts:  # in the part's order; runs may be equal, such as those of queries and keys
+        index = part.runs.index(run, searched.get(part.name, 0))
+        searched[part.name] = index + 1
+        before.append(sum(one.count for one in part.runs[:index]))
+    return before
+
+
+def _strides(part: Part, shape: tuple[int, ...], known: KnownLayer) -> list[int]:
+    """Distances along each axis of our part in vLLM's contiguous tensor of `shape`."""
+    size = part.dtype.nbytes
+    if part.name == "conv":
+        channels, taps = part.shape
+        return [taps * size, size] if is_conv_state_dim_first() else [size, channels * size]
+    if known.theirs.mamba_type is MambaAttentionBackendEnum.GDN_ATTN:
+        _, columns, rows = shape  # values x keys; ours is keys x values
+        return [rows * columns * size, size, rows * size]
+    return [prod(part.inner[number:]) * size for number in range(len(part.inner) + 1)]
+
+
+def _is_contiguous(axes: Sequence[Axis], size: int) -> bool:
+    for axis in reversed(axes):
+        if axis.stride != size:
+            return False
+        size *= axis.size
+    return True
+
+
+def _bytes_of(tensor: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """The memory from a tensor's first element to the end of its last block."""
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.itemsize
+    nbytes = min(storage.nbytes() - start, tensor.shape[0] * block_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (nbytes,))

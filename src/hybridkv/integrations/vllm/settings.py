@@ -1,0 +1,116 @@
+"""Settings of the connector, and what it refuses to run with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from hybridkv.errors import InputError
+from hybridkv.stream import LOAD_TIMEOUT_S
+from hybridkv.stream.finder import LOOKUP_TIMEOUT_S
+from hybridkv.units import parse_size
+
+_STAGING = "2GiB"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`kv_connector_extra_config`, checked."""
+
+    store: tuple[str, ...]
+    staging_bytes: int
+    """Bound on bytes in host memory that wait to be copied into blocks."""
+    waiting_bytes: int
+    """Bound on bytes in host memory that wait to be written."""
+    layerwise: bool
+    """Copy layer by layer, in the hooks of attention layers. On GPUs this needs piecewise CUDA graphs."""
+    lookup_timeout_s: float
+    load_timeout_s: float
+    loads: bool
+    saves: bool
+    separate: bool
+    """Whether scheduler and workers are different processes."""
+
+
+def read_settings(config: VllmConfig) -> Settings:
+    """Raises InputError for settings, and for features of vLLM, that the connector does not support."""
+    transfer = config.kv_transfer_config
+    given = dict(transfer.kv_connector_extra_config)
+    for name, trouble in _unsupported(config).items():
+        if trouble:
+            raise InputError(f"HybridKVConnector does not support {name}: leave it off, or run vLLM without a store")
+    store = given.pop("store", None)
+    store = [store] if isinstance(store, str) else store
+    if not isinstance(store, list) or not store or not all(isinstance(url, str) for url in store):
+        raise InputError(
+            f"kv_connector_extra_config: store is {store!r}; name one or more, the fastest first: "
+            '{"store": ["memory://?size=4GiB", "file:///path?size=200GiB"]}'
+        )
+    settings = Settings(
+        store=tuple(store),
+        staging_bytes=_size(given, "staging", _STAGING),
+        waiting_bytes=_size(given, "waiting", "256MiB"),
+        layerwise=_flag(given, "layerwise", True),
+        lookup_timeout_s=_seconds(given, "lookup_timeout_s", LOOKUP_TIMEOUT_S),
+        load_timeout_s=_seconds(given, "load_timeout_s", LOAD_TIMEOUT_S),
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+        separate=config.parallel_config.world_size > 1 or _executor(config) not in (None, "uni"),
+    )
+    if given:
+        known = "store, staging, waiting, layerwise, lookup_timeout_s, load_timeout_s"
+        raise InputError(f"kv_connector_extra_config: no setting {next(iter(given))!r}; there are {known}")
+    return settings
+
+
+def _unsupported(config: VllmConfig) -> Mapping[str, bool]:
+    """Features by name, and whether this configuration uses them."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    return {
+        f"speculative decoding ({config.speculative_config and config.speculative_config.method})": (
+            config.speculative_config is not None
+        ),
+        f"pipeline parallelism (pipeline_parallel_size {parallel.pipeline_parallel_size})": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism (decode_context_parallel_size or prefill_context_parallel_size)": (
+            parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        ),
+        f"a quantised KV cache (kv_cache_dtype {cache.cache_dtype!r})": (
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."))
+        ),
+        f"states outside of blocks (mamba_cache_mode {cache.mamba_cache_mode!r}; use 'align')": (
+            cache.mamba_cache_mode not in ("align", "none") or (model.is_hybrid and cache.mamba_cache_mode == "none")
+        ),
+        "weights that are not read from files (load_format 'dummy')": config.load_config.load_format == "dummy",
+        f"models that are not decoders (runner {model.runner_type!r})": model.runner_type != "generate",
+    }
+
+
+def _executor(config: VllmConfig) -> Any:
+    return config.parallel_config.distributed_executor_backend
+
+
+def _size(given: dict[str, Any], name: str, default: str) -> int:
+    value = given.pop(name, default)
+    return parse_size(value) if isinstance(value, str) else _number(value, name, "a size such as '2GiB'", int)
+
+
+def _seconds(given: dict[str, Any], name: str, default: float) -> float:
+    return float(_number(given.pop(name, default), name, "seconds", (int, float)))
+
+
+def _number(value: Any, name: str, expected: str, kinds: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+        raise InputError(f"kv_connector_extra_config: {name} is {value!r}; expected {expected}")
+    return value
+
+
+def _flag(given: dict[str, Any], name: str, default: bool) -> bool:
+    value = given.pop(name, default)
+    if not isinstance(value, bool):
+        raise InputError(f"kv_connector_extra_config: {name} is {value!r}; expected true or false")
+    return value
