@@ -34,12 +34,6 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 CONNECTOR = {"kv_connector": "HybridKVConnector", "kv_connector_module_path": "hybridkv.integrations.vllm"}
-CHUNKS: dict[str, Any] = {
-    "max_num_batched_tokens": 512,
-    "long_prefill_token_threshold": 256,
-    "long_prefill_token_threshold_adaptive": False,
-}
-"""Options of an engine whose prefill chunks have at most 256 tokens."""
 FAULTY_CONNECTOR = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty"}
 
 

@@ -204,11 +204,11 @@ class Engine:
         scheduler.schedule = recorded
 
     def _choose_chunk(self, ends: list[int]) -> None:
-        """Let the next step end at the next of these: a chunk's length is read from the configuration every step."""
+        """Let the next step end at the next of these: a step's budget is read every time."""
         computed = max((request.num_computed_tokens for request in self._scheduler.requests.values()), default=0)
-        following = [end for end in ends if end > computed]
-        self._scheduler.adaptive_long_prefill_threshold = False
-        self._scheduler.scheduler_config.long_prefill_token_threshold = following[0] - computed if following else 0
+        budget = self._scheduler.scheduler_config.max_num_batched_tokens
+        following = [end - computed for end in ends if end > computed]
+        self._scheduler.max_num_scheduled_tokens = min([budget, *following])
 
 
 def external(name: str) -> str:

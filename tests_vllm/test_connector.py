@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Family
-from engines import CHUNKS, Engine, Reply, Request, file_url, tokens, transfer_config
+from engines import Engine, Reply, Request, file_url, tokens, transfer_config
 from oracle import Oracle
 from shelves import forget, verify, wait_until_quiet
 
@@ -23,7 +23,7 @@ def directory(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(family: Family, start: Callable[..., Engine], directory: Path) -> Engine:
-    return start(family, kv_transfer_config=transfer_config([file_url(directory)]), **CHUNKS)
+    return start(family, kv_transfer_config=transfer_config([file_url(directory)]), max_num_batched_tokens=256)
 
 
 def last_chunk_end(reply: Reply, count: int) -> int:

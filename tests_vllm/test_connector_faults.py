@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Family
-from engines import CHUNKS, FAULTY_CONNECTOR, Engine, Request, file_url, tokens, transfer_config
+from engines import FAULTY_CONNECTOR, Engine, Request, file_url, tokens, transfer_config
 from oracle import Oracle
 from shelves import forget, verify, wait_until_quiet
 
@@ -31,7 +31,7 @@ def directory(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def faulty(family: Family, start: Callable[..., Engine], directory: Path) -> Engine:
     config = transfer_config([file_url(directory)], FAULTY_CONNECTOR, load_timeout_s=LOAD_TIMEOUT_S)
-    return start(family, kv_transfer_config=config, **CHUNKS)
+    return start(family, kv_transfer_config=config, max_num_batched_tokens=256)
 
 
 def prompt_for(kind: str) -> list[int]:
