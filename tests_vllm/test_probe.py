@@ -1,9 +1,4 @@
-"""Probes of vLLM's cache blocks: every element that a backend writes is read back where the lattice says.
-
-Caches are made by vLLM's own `create_kv_cache_views`, for every layout that a backend supports. On CPU the real kernels
-write. Kernels of GPU backends cannot run here: a plain write by index stands in for the kernel, behind the backend's
-own code that splits a cache into K and V.
-"""
+"""Probes of vLLM's cache blocks on CPU, where its real kernels write, and writes that have no probed layout."""
 
 from __future__ import annotations
 
@@ -12,124 +7,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops
-from vllm._aiter_ops import rocm_aiter_ops
-from vllm.v1.attention.backend import AttentionType
+from probed import DTYPES, NUM_BLOCKS, FlashInferSplit, by_token, check_kv, check_latent, new_cache, new_impl, new_layer
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
-from vllm.v1.attention.ops.paged_attn import PagedAttention
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheLayout,
-    KVCacheTensor,
-    MLAAttentionSpec,
-    compute_layout_strides,
-    create_kv_cache_views,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec
 
 from hybridkv.integrations.vllm import probe
-from hybridkv.integrations.vllm.lattice import Axis, Lattice
+from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
-
-NUM_BLOCKS = 5
-NUM_LAYERS = 3
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def new_cache(spec: AttentionSpec, layout: KVCacheLayout, kernel_block_size: int | None = None) -> torch.Tensor:
-    """The middle layer of three, with random bytes."""
-    strides = compute_layout_strides(spec, NUM_BLOCKS, NUM_LAYERS, layout)
-    size = NUM_LAYERS * NUM_BLOCKS * spec.page_size_bytes
-    raw = torch.randint(-128, 128, (size,), dtype=torch.int8)
-    placed = KVCacheTensor(size, [f"layer{number}" for number in range(NUM_LAYERS)], strides[0], strides[1])
-    return create_kv_cache_views(raw, spec, NUM_BLOCKS, layout, placed, kernel_block_size)[1]
-
-
-def new_impl(kind: type, **fields: Any) -> Any:
-    """An implementation without its constructor, which needs a whole engine."""
-    impl: Any = object.__new__(kind)
-    impl.attn_type, impl.kv_cache_dtype = AttentionType.DECODER, "auto"
-    for name, value in fields.items():
-        setattr(impl, name, value)
-    return impl
-
-
-def new_layer(impl: Any, heads: int, dim: int, value_dim: int | None = None, **fields: Any) -> Any:
-    scale = torch.tensor(1.0)
-    return SimpleNamespace(
-        impl=impl,
-        num_kv_heads=heads,
-        head_size=dim,
-        head_size_v=value_dim or dim,
-        _k_scale=scale,
-        _v_scale=scale,
-        _k_scale_float=1.0,
-        _v_scale_float=1.0,
-        **fields,
-    )
-
-
-def cells(cache: torch.Tensor) -> np.ndarray:
-    """All bits of the storage that has this cache, from its first element on."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    kind = np.uint16 if cache.itemsize == 2 else np.uint32
-    return raw.numpy().view(kind)[cache.storage_offset() :]
-
-
-def assert_reads_back(found: tuple[Lattice, Lattice] | None, cache: torch.Tensor, shapes: list[tuple[int, ...]],
-                      write: Callable[[list[torch.Tensor], torch.Tensor], None]) -> None:  # fmt: skip
-    """Tokens are written in random order to all blocks, then read where the lattices say."""
-    assert found is not None
-    blocks, tokens = cache.shape[0], cache.shape[-2]
-    slots = torch.randperm(blocks * tokens)
-    parts = [torch.randn(blocks * tokens, *shape).to(cache.dtype) for shape in shapes]
-    write(parts, slots)
-    bits = cells(cache)
-    for part, one in zip(parts, found, strict=True):
-        assert one.shape == (blocks, tokens, *part.shape[1:])
-        at_slot = torch.empty_like(part)
-        at_slot[slots] = part
-        assert np.array_equal(
-            bits[one.places() // cache.itemsize].reshape(part.shape), cells(at_slot).reshape(part.shape)
-        )
-
-
-def check_kv(layer: Any, cache: torch.Tensor) -> tuple[Lattice, Lattice]:
-    before = cells(cache).copy()
-    found = probe_kv(layer, cache)
-    assert np.array_equal(cells(cache), before), "a probe wrote to the live cache"
-    shapes = [(layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.head_size_v)]
-    update = layer.impl.do_kv_cache_update
-    assert_reads_back(found, cache, shapes, lambda parts, slots: update(layer, *parts, cache, slots))
-    assert found is not None
-    return found
-
-
-def check_latent(impl: Any, cache: torch.Tensor, rank: int, rope: int) -> tuple[Lattice, Lattice]:
-    scale = torch.tensor(1.0)
-    layer: Any = SimpleNamespace(
-        impl=impl, kv_lora_rank=rank, qk_rope_head_dim=rope, kv_cache_dtype="auto", _k_scale=scale
-    )
-    found = probe_latent(layer, cache)
-    assert probe_latent(layer, cache.squeeze(1)) == found
-
-    def write(parts: list[torch.Tensor], slots: torch.Tensor) -> None:
-        impl.do_kv_cache_update(parts[0], parts[1].unsqueeze(1), cache.squeeze(1), slots, "auto", scale)
-
-    assert_reads_back(found, cache.squeeze(1), [(rank,), (rope,)], write)
-    assert found is not None
-    return found
+from hybridkv.stream.boxes import Axis
 
 
 def check_cpu(
@@ -219,147 +112,6 @@ def test_latents_on_cpu(block: int, rank: int, rope: int, dtype: torch.dtype) ->
     assert ropes == Lattice(rank * dtype.itemsize, (*axes, (Axis(rope, dtype.itemsize),)))
 
 
-# Backends of GPUs. What stands in for their kernels:
-
-
-def by_token(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
-             *_: object) -> None:  # fmt: skip
-    """Caches `[blocks, tokens, heads, dim]`; or head by head, `[blocks, heads, dim / x, tokens, x]` for K."""
-    if keys.dim() == 4:
-        block, token = slots // keys.shape[1], slots % keys.shape[1]
-        keys[block, token], values[block, token] = key, value
-    else:
-        block, token = slots // keys.shape[3], slots % keys.shape[3]
-        keys[block, :, :, token] = key.unflatten(-1, (-1, keys.shape[-1]))
-        values[block, :, :, token] = value
-
-
-def side_by_side(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: object) -> None:
-    """One cache `[blocks, tokens, heads, K + V]`."""
-    cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.cat([key, value], -1)
-
-
-def shuffled(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
-             *_: object) -> None:  # fmt: skip
-    """K `[blocks, heads, dim / x, tokens, x]` and V `[blocks, heads, tokens / x, dim, x]`, in place of other shapes."""
-    blocks, tokens, heads, dim = keys.shape
-    x = 16 // keys.itemsize
-    by_head = dim * tokens
-    keys = keys.as_strided((blocks, heads, dim // x, tokens, x), (keys.stride(0), by_head, tokens * x, x, 1))
-    values = values.as_strided((blocks, heads, tokens // x, dim, x), (values.stride(0), by_head, dim * x, x, 1))
-    block, token = slots // tokens, slots % tokens
-    keys[block, :, :, token] = key.unflatten(-1, (-1, x))
-    values[block, :, token // x, :, token % x] = value
-
-
-def latent_rows(
-    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **_: object
-) -> None:
-    cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.cat([latent, rope], -1)
-
-
-@pytest.fixture
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {name: import_module(f"vllm.v1.attention.backends.{name}") for name in (
-        "flash_attn", "triton_attn", "rocm_attn", "rocm_segmented_attn", "rocm_aiter_fa", "flash_attn_diffkv",
-        "triton_attn_diffkv")}  # fmt: skip
-    monkeypatch.setattr(modules["flash_attn"], "reshape_and_cache_flash", by_token, raising=False)
-    for name in ("triton_attn", "rocm_attn", "rocm_segmented_attn"):
-        monkeypatch.setattr(modules[name], "triton_reshape_and_cache_flash", by_token)
-    for name in ("flash_attn_diffkv", "triton_attn_diffkv"):
-        monkeypatch.setattr(modules[name], "triton_reshape_and_cache_flash_diffkv", side_by_side)
-    monkeypatch.setattr(modules["rocm_aiter_fa"], "reshape_and_cache_shuffle_triton", shuffled, raising=False)
-    monkeypatch.setattr(torch.ops._C_cache_ops, "reshape_and_cache_flash", by_token, raising=False)
-    monkeypatch.setattr(_custom_ops, "reshape_and_cache_flash", by_token)
-    monkeypatch.setattr(PagedAttention, "write_to_paged_cache", staticmethod(by_token))
-    monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", latent_rows)
-
-
-class FlashInferSplit:
-    """The split of FlashInfer's backend, whose module needs a package that is not here."""
-
-    head_size: int
-
-    def do_kv_cache_update(self, layer: object, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-                           slot_mapping: torch.Tensor) -> None:  # fmt: skip
-        by_token(key, value, *kv_cache.transpose(1, 2).split(self.head_size, dim=-1), slot_mapping)
-
-
-BACKENDS = {
-    "flash_attn": "FlashAttention",
-    "triton_attn": "TritonAttention",
-    "flex_attention": "FlexAttention",
-    "rocm_attn": "RocmAttention",
-    "rocm_segmented_attn": "RocmSegmentedAttention",
-    "rocm_aiter_unified_attn": "RocmAiterUnifiedAttention",
-    "rocm_aiter_fa": "AiterFlashAttention",
-    "b12x": "B12xPagedAttention",
-    "flash_attn_diffkv": "FlashAttentionDiffKV",
-    "triton_attn_diffkv": "TritonAttentionDiffKV",
-}
-
-
-def backend_and_impl(name: str) -> tuple[Any, type]:
-    module = import_module(f"vllm.v1.attention.backends.{name}")
-    return getattr(module, f"{BACKENDS[name]}Backend"), getattr(module, f"{BACKENDS[name]}Impl")
-
-
-def layouts(backend: Any) -> tuple[KVCacheLayout, ...]:
-    return backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)
-
-
-CASES = [(name, layout) for name in BACKENDS for layout in layouts(backend_and_impl(name)[0])]
-
-
-@pytest.mark.usefixtures("_stand_ins")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "dim", "block"), [(1, 128, 16), (2, 64, 64), (8, 32, 48)])
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda one: getattr(one, "name", one))
-def test_gpu_backends(name: str, layout: KVCacheLayout, heads: int, dim: int, block: int, dtype: torch.dtype) -> None:
-    backend, kind = backend_and_impl(name)
-    value_dim = dim // 2 if "diffkv" in name else dim
-    spec = FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=dim, head_size_v=value_dim, dtype=dtype)
-    impl = new_impl(kind, num_kv_heads=heads, head_size=dim, kv_torch_dtype=dtype, _is_per_token_head_quant=False)
-    check_kv(new_layer(impl, heads, dim, value_dim), new_cache(backend.customize_spec(spec), layout))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda one: one.name)
-def test_every_layout(layout: KVCacheLayout, dtype: torch.dtype) -> None:
-    """FlashInfer's split, in blocks as they are and cut into smaller ones for kernels."""
-    spec = FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=32, dtype=dtype)
-    layer = new_layer(new_impl(FlashInferSplit, head_size=32), 4, 32)
-    cache = new_cache(spec, layout)
-    keys, values = check_kv(layer, cache)
-    block, head, token, _ = (stride * dtype.itemsize for stride in cache.stride())
-    axes = (Axis(NUM_BLOCKS, block),), (Axis(64, token),), (Axis(4, head),), (Axis(32, dtype.itemsize),)
-    assert (keys, values) == (Lattice(0, axes), Lattice(32 * dtype.itemsize, axes))
-    if layout in (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC):
-        keys, _ = check_kv(layer, new_cache(spec, layout, kernel_block_size=16))
-        assert keys.shape == (4 * NUM_BLOCKS, 16, 4, 32)
-
-
-@pytest.mark.usefixtures("_stand_ins")
-@pytest.mark.parametrize("layout", [KVCacheLayout.LHBNC, KVCacheLayout.LBHNC], ids=lambda one: one.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shuffled_tiles(layout: KVCacheLayout, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
-    backend, kind = backend_and_impl("rocm_aiter_fa")
-    spec = backend.customize_spec(FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=dtype))
-    impl = new_impl(kind, num_kv_heads=2, head_size=64)
-    keys, values = check_kv(new_layer(impl, 2, 64), new_cache(spec, layout))
-    x = 16 // dtype.itemsize
-    assert keys.axes[3] == (Axis(64 // x, 32 * 16), Axis(x, dtype.itemsize))
-    assert values.axes[1] == (Axis(32 // x, 64 * 16), Axis(x, dtype.itemsize))
-
-
-@pytest.mark.usefixtures("_stand_ins")
-@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda one: one.name)
-def test_latents_on_gpus(layout: KVCacheLayout) -> None:
-    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    check_latent(new_impl(TritonMLAImpl), new_cache(spec, layout), 512, 64)
-
-
 # What has no probed layout.
 
 
@@ -385,6 +137,17 @@ def test_a_write_that_stores_an_element_twice() -> None:
         cache[0, 0, 0, 0] = cache[0, 0, 0, 1]
 
     assert no_layout(update)
+
+
+def test_a_write_that_also_stores_an_element_in_a_spare_cell() -> None:
+    def update(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        by_token(key, value, *cache.transpose(1, 2).split([32, 16, 16], dim=-1)[:2], slots)
+        if copies:
+            cache[0, 0, 0, -1] = cache[1, 1, 31, 0]
+
+    layer = new_layer(SimpleNamespace(do_kv_cache_update=update), 2, 32, 16)
+    for copies in (False, True):
+        assert (probe_kv(layer, torch.zeros(4, 2, 32, 64, dtype=torch.bfloat16)) is None) == copies
 
 
 def test_a_write_that_swaps_two_elements() -> None:

@@ -15,8 +15,8 @@ from xxhash import xxh3_128
 
 from hybridkv.errors import ConfigError
 
-_NOT_THE_MODEL = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype")
-"""Configuration fields that do not affect the computation."""
+NOT_THE_MODEL = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype")
+"""Configuration fields that do not affect the computation. The dtype that weights are computed in is given apart."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
@@ -52,7 +52,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
-    return {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+    return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:

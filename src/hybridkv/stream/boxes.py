@@ -84,6 +84,8 @@ class Box(NamedTuple):
     """The tokens of a block in a page. More than one: the digits of a token's number, the first counts most."""
     row_token_stride: int
     nbytes: int
+    page_stride: int | None = None
+    """Distance of two pages of a slab, if it is not that of the grid."""
 
     def moved(self, row_bytes: int) -> Box:
         """The same box further on in the row."""
@@ -111,9 +113,10 @@ class Box(NamedTuple):
     ) -> tuple[View, View]:
         """`num_tokens`: along each token axis, from token `first` of the block on."""
         shape = (*self.shape, *num_tokens, self.nbytes)
+        stride = grid.stride_bytes if self.page_stride is None else self.page_stride
         pages = View(
             (-(-arena_bytes // grid.slab_bytes), grid.pages_per_slab, *shape),
-            (grid.slab_bytes, grid.stride_bytes, *self.page_strides, *(axis.stride for axis in self.token_axes), 1),
+            (grid.slab_bytes, stride, *self.page_strides, *(axis.stride for axis in self.token_axes), 1),
             self.page_offset + self._token_offset(first),
         )
         units = [prod(axis.size for axis in self.token_axes[number + 1 :]) for number in range(len(self.token_axes))]
@@ -138,8 +141,16 @@ class Box(NamedTuple):
 
     def alignment(self, grid: PageGrid) -> int:
         """The largest power of two, up to 8, that divides all offsets, distances and lengths."""
-        sizes = (self.page_offset, self.row_offset, self.row_token_stride, self.nbytes)
-        return gcd(8, grid.slab_bytes, grid.stride_bytes, *sizes, *(axis.stride for axis in self.token_axes), *self.page_strides, *self.row_strides)
+        sizes = (self.page_offset, self.row_offset, self.row_token_stride, self.nbytes, self.page_stride or 0)
+        return gcd(
+            8,
+            grid.slab_bytes,
+            grid.stride_bytes,
+            *sizes,
+            *(axis.stride for axis in self.token_axes),
+            *self.page_strides,
+            *self.row_strides,
+        )
 
 
 def stack(boxes: Sequence[Box]) -> list[Box]:

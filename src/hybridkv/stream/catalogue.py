@@ -15,7 +15,7 @@ are visible from there. `form` says what the objects contain.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -58,6 +58,12 @@ class Catalogue:
         self.state_groups = [group for group in groups if group.is_state]
         self.is_plain = all(group.role is Role.FULL for group in groups)
         """Only full attention: requests can resume at the end of every stretch."""
+        self._plan = plan
+        self.identify(identity)
+
+    def identify(self, identity: str) -> None:
+        """Set the identity of the weights, and with it the namespace."""
+        plan = self._plan
         described = json.dumps(self._description(plan, identity), sort_keys=True, separators=(",", ":"))
         self.namespace = blake2b(described.encode(), digest_size=16).hexdigest()
         self.description = {
@@ -72,6 +78,11 @@ class Catalogue:
     @property
     def groups(self) -> list[StoredGroup]:
         return [*self.token_groups, *self.state_groups]
+
+    def place(self, placed: Callable[[StoredGroup], StoredGroup]) -> None:
+        """Replace the groups' chunks by those of other memory than the plan's. What is stored stays the same."""
+        self.token_groups = [placed(group) for group in self.token_groups]
+        self.state_groups = [placed(group) for group in self.state_groups]
 
     def needed(self, names: Collection[str]) -> list[StoredGroup]:
         """The token groups of a request, and those taps that are among `names`."""
@@ -88,6 +99,11 @@ class Catalogue:
         last = -(-end // self.block_tokens)
         first = (last - 1) // self.stretch_blocks * self.stretch_blocks
         return Stretch(max(first, group.sight.first_visible_block(end, self.block_tokens)), last)
+
+    def first_stored(self, end: int) -> int:
+        """The first token of any object that ends at `end`."""
+        blocks = [self.stretch(group, end).first for group in self.token_groups]
+        return min(blocks, default=0) * self.block_tokens
 
     def num_tokens(self, group: StoredGroup, end: int) -> int:
         """Tokens of the object that ends at `end`; 1 for a state."""

@@ -55,6 +55,8 @@ class Field(NamedTuple):
     """Bytes of one piece, for one token."""
     inner: tuple[Axis, ...] = ()
     """The axes of a piece, the outermost first, if its bytes do not lie together in a page. In a row they do."""
+    page_stride: int | None = None
+    """As of `Box`."""
 
     def box(self, num_pieces: int, piece_bytes: int, row_offset: int) -> Box:
         """`piece_bytes`: distance of two pieces in the row, which begins with this field's at `row_offset`."""
@@ -71,6 +73,7 @@ class Field(NamedTuple):
             self.token_axes,
             self.nbytes,
             unit,
+            self.page_stride,
         )
 
 

@@ -70,12 +70,12 @@ class Mover:
         self._loads = [load for load in self._loads if load.is_reading]
         return sum(load.num_hanging for load in self._loads) >= self._readers.count
 
-    def load(self, request: PageRequest, keys: Mapping[int, bytes]) -> Load:
-        """Start to fill the request's pages. `keys`: at the catalogue's `load_ends`."""
+    def load(self, request: PageRequest, keys: Mapping[int, bytes], pages: PageBytes | None = None) -> Load:
+        """Start to fill the request's pages. `keys`: at the catalogue's `load_ends`. `pages`: if not the mover's."""
         load = Load(
             self._store,
             self.catalogue,
-            self._pages,
+            pages or self._pages,
             request,
             keys,
             deadline=self._clock() + self._load_timeout_s,

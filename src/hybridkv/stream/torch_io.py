@@ -22,17 +22,26 @@ _Places = tuple[torch.Tensor, torch.Tensor] | tuple[slice, int]
 
 def page_bytes(buffer: torch.Tensor) -> PageBytes:
     """Page access for an arena. `buffer`: all its bytes, contiguous."""
-    return DevicePages(buffer) if buffer.device.type == "cuda" else HostPages(memoryview(buffer.numpy()))
+    return pages_of_buffers([buffer])[0]
+
+
+def pages_of_buffers(buffers: Sequence[torch.Tensor]) -> list[PageBytes]:
+    """Page access for several buffers of one device. Their copies are ordered together."""
+    device = buffers[0].device
+    if device.type != "cuda":
+        return [HostPages(memoryview(buffer.numpy())) for buffer in buffers]
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return [DevicePages(buffer, *streams) for buffer in buffers]
 
 
 class DevicePages(PageBytes):
     """Arena bytes on a GPU. A chunk of many pages is one transfer and a few kernels that scatter or gather it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, stream_in: torch.cuda.Stream, stream_out: torch.cuda.Stream) -> None:
         self._device = buffer.device
         self._bytes = buffer.view(torch.uint8)
-        self._in = torch.cuda.Stream(buffer.device)
-        self._out = torch.cuda.Stream(buffer.device)
+        self._in = stream_in
+        self._out = stream_out
 
     def order(self) -> Callable[[], None]:
         submitted = torch.cuda.current_stream(self._device).record_event()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.loading.families import check_supported
-from hybridkv.engine.loading.identity import model_identity, model_name
+from hybridkv.engine.loading.identity import identity_of, model_name
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError, InputError
@@ -80,7 +80,7 @@ def load(
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
     will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
-    identity = model_identity(loaded) if with_identity or will_pack else ""  # packed weights have another form
+    identity = identity_of(loaded, path) if with_identity or will_pack else ""  # packed weights have another form
     if will_pack:
         pack_weights(loaded)
     spec = read_config(

@@ -1,7 +1,7 @@
 """Identity and name of a model.
 
-The identity is a digest: equal for equal weights and configuration, wherever they were loaded from. It does not cover
-the name.
+The identity is a digest of weights and configuration. It does not cover the name. A model that was loaded from a
+directory has that of the directory's files, as in vLLM; a model in memory has that of its tensors.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ import torch
 from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
-_NOT_THE_MODEL = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype")
-"""Configuration fields that do not affect the computation. The digest has the dtype of each weight."""
+from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, checkpoint_digest
+
+
+def identity_of(model: PreTrainedModel, path: str | Path | None) -> str:
+    """The identity of a model that was loaded from `path`. None, or the hub: a model in memory."""
+    if path is None or not Path(path).is_dir():
+        return model_identity(model)
+    return checkpoint_digest(Path(path), str(model.dtype).removeprefix("torch."))
 
 
 def model_identity(model: PreTrainedModel) -> str:
     """A digest of all weights and of the configuration. Reads every weight once."""
     digest = xxh3_128()
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_THE_MODEL}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

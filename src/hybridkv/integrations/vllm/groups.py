@@ -19,7 +19,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybridkv.errors import InputError
-from hybridkv.spec import AttentionLayer, ChunkedLocal, LatentAttention, LayerSpec, LinearState, ModelSpec, SlidingWindow
+from hybridkv.spec import (
+    AttentionLayer,
+    ChunkedLocal,
+    LatentAttention,
+    LayerSpec,
+    LinearState,
+    ModelSpec,
+    SlidingWindow,
+)
 
 
 class LayerKey(NamedTuple):

@@ -16,13 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Axis(NamedTuple):
-    """One digit of a logical axis."""
-
-    size: int
-    stride: int
-    """Distance in bytes of two elements whose indices differ by one in this digit."""
+from hybridkv.stream.boxes import Axis
 
 
 class Lattice(NamedTuple):

@@ -1,12 +1,12 @@
 """What the scheduler's half tells the workers, step by step, and what they answer. Plain data, between processes.
 
-    scheduler                                     worker
-    looks a prompt up
-    FetchOrder  ───────────────────────────────►  reads the objects into host memory, and verifies them
-                ◄───────────────────────────────  WorkerReport: it is there, or it failed
-    announces a hit
-    LoadOrder   ───────────────────────────────►  copies the bytes into vLLM's blocks, layer by layer
-    SaveOrder   ───────────────────────────────►  copies rows out as layers end, and writes objects
+scheduler                                     worker
+looks a prompt up
+FetchOrder  ───────────────────────────────►  reads the objects into host memory, and verifies them
+            ◄───────────────────────────────  WorkerReport: it is there, or it failed
+announces a hit
+LoadOrder   ───────────────────────────────►  copies the bytes into vLLM's blocks, layer by layer
+SaveOrder   ───────────────────────────────►  copies rows out as layers end, and writes objects
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class LoadOrder(NamedTuple):
     request: str
     start: int
     """Tokens before it are in the blocks already."""
+    end: int
     tables: Sequence[BlockTable]
-    """By vLLM's group."""
+    """By vLLM's group. Those of states have each block that gets the state."""
 
 
 class SaveOrder(NamedTuple):

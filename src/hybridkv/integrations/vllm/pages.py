@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 import numpy as np
@@ -50,11 +50,7 @@ class FetchedPages(PageBytes):
     def __init__(self, pages: PageBytes) -> None:
         self._stage = pages.stage
         self._lock = threading.Lock()
-        self._chunks: list[tuple[Chunk, Span, memoryview]] = []
-
-    def __iter__(self) -> Iterator[tuple[Chunk, Span, memoryview]]:
-        """In the order in which layers need them."""
-        return iter(sorted(self._chunks, key=lambda one: one[0].row.first_layer))
+        self.chunks: dict[Chunk, list[tuple[Span, memoryview]]] = {}
 
     def order(self) -> Callable[[], None]:
         return lambda: None
@@ -64,7 +60,7 @@ class FetchedPages(PageBytes):
 
     def copy_in(self, chunk: Chunk, span: Span, staged: memoryview) -> None:
         with self._lock:
-            self._chunks.append((chunk, span, staged))
+            self.chunks.setdefault(chunk, []).append((span, staged))
 
     def copy_out(self, chunk: Chunk, span: Span) -> Copy:
         raise NotImplementedError("what was fetched is only copied into blocks")

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hybridkv.errors import InputError
 from hybridkv.integrations.vllm.groups import KnownLayer, LayerKey
+from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
 from hybridkv.plan import Row
 from hybridkv.spec import LatentAttention, LinearState, Part
@@ -37,7 +38,7 @@ def place(
     `modules`: vLLM's layers by name, whose own cache writes show where tokens lie.
     """
     buffers: dict[Chunk, torch.Tensor] = {}
-    block_tokens = catalogue.block_tokens
+    block_tokens, probes = catalogue.block_tokens, _Probes()
 
     def placed(group: StoredGroup) -> StoredGroup:
         chunks = []
@@ -48,7 +49,9 @@ def place(
                 found, buffer, grid = _place_state(known, layer, tensor)
                 row = _row(BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
             else:
-                found, buffer, grid = _place_tokens(known, layer, tensor, modules[known.name], block_tokens)
+                found, buffer, grid = _place_tokens(
+                    known, layer, tensor, probes.of(known, tensor, modules), block_tokens
+                )
                 row = _row(layer.layer, layer.layer)
             chunk = Chunk(grid, known.table.name, row, number, (found,))
             buffers[chunk] = buffer
@@ -67,16 +70,30 @@ def _row(first: int, last: int) -> Row:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
+class _Probes:
+    """Probes of layers. Layers of the same shapes and backend need one."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Lattice, Lattice] | None] = {}
+
+    def of(self, known: KnownLayer, tensor: torch.Tensor, modules: Any) -> tuple[Lattice, Lattice]:
+        module = modules[known.name]
+        key = (type(module.impl), getattr(module, "isa", None), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in self._found:
+            probe = probe_latent if isinstance(known.ours, LatentAttention) else probe_kv
+            self._found[key] = probe(module, tensor)
+        found = self._found[key]
+        if found is None:
+            raise InputError(
+                f"{known.name}: the layout of vLLM's blocks ({tuple(tensor.shape)} of {tensor.dtype}) is not "
+                f"understood; choose another attention backend"
+            )
+        return found
+
+
 def _place_tokens(
-    known: KnownLayer, layer: StoredLayer, tensor: torch.Tensor, module: Any, block_tokens: int
+    known: KnownLayer, layer: StoredLayer, tensor: torch.Tensor, lattices: tuple[Lattice, Lattice], block_tokens: int
 ) -> tuple[StoredLayer, torch.Tensor, PageGrid]:
-    probe = probe_latent if isinstance(known.ours, LatentAttention) else probe_kv
-    lattices = probe(module, tensor)
-    if lattices is None:
-        raise InputError(
-            f"{known.name}: the layout of vLLM's blocks ({tuple(tensor.shape)} of {tensor.dtype}) is not understood; "
-            f"choose another attention backend"
-        )
     fields, grid = [], PageGrid(1, 1, 1)
     for (part, _), lattice in zip(layer.parts, lattices, strict=True):
         blocks, tokens, *heads, elements = lattice.axes
@@ -115,14 +132,17 @@ def _place_state(
     """vLLM has the parts of a state end to end, each contiguous."""
     assert isinstance(known.ours, LinearState)
     block_bytes = tensor.stride(0) * tensor.itemsize
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)]
+    sizes = [
+        prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)
+    ]
     if prod(tensor.shape[1:]) * tensor.itemsize < sum(sizes) or tensor[0].is_contiguous() is False:
         raise InputError(
             f"{known.name}: vLLM's blocks of {tuple(tensor.shape[1:])} {tensor.dtype} do not hold a state of "
             f"{sum(sizes)} bytes as one run, which is not supported"
         )
     starts = {part.name: sum(sizes[:number]) for number, part in enumerate(known.ours.parts)}
-    strides = {part.name: _strides(part, shape, known) for part, shape in zip(known.ours.parts, known.theirs.shapes)}
+    shapes = zip(known.ours.parts, known.theirs.shapes, strict=True)
+    strides = {part.name: _strides(part, shape, known) for part, shape in shapes}
     fields = []
     for (part, run), held in zip(layer.parts, _runs_before(layer), strict=True):
         first, *others = strides[part.name]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridkv.integrations.vllm.lattice import Axis, Lattice, lattice
+from hybridkv.integrations.vllm.lattice import Lattice, lattice
+from hybridkv.stream.boxes import Axis
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention, MLAAttention

@@ -25,7 +25,6 @@ from hybridkv.integrations.vllm.stores import open_shared, release, seen_by_all
 from hybridkv.stream import DumpPoint, DumpRule, Fetch, Finder, StreamStats
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 _SAVED_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -34,9 +33,9 @@ _SAVED_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 class Stage(Enum):
     """What is known of a request's hit.
 
-        NEW ──► ASKED ──► FETCHING ──► READY ──► DONE
-         ▲        └──────────┴───────────┴────────►│   nothing found, failed, or not needed any more
-         └────────────────────────────────────────┘   preempted: asked again
+    NEW ──► ASKED ──► FETCHING ──► READY ──► DONE
+     ▲        └──────────┴───────────┴────────►│   nothing found, failed, or not needed any more
+     └────────────────────────────────────────┘   preempted: asked again
     """
 
     NEW = "new"
@@ -82,14 +81,12 @@ class SchedulerHalf:
         self._urls = seen_by_all(settings.store) if settings.separate else list(settings.store)
         self._store = open_shared(self._urls)
         self._finder = Finder(
-            self._store,
-            self._catalogue,
-            self.stats,
-            timeout_s=settings.lookup_timeout_s,
-            on_answer=lambda: None,
+            self._store, self._catalogue, self.stats, timeout_s=settings.lookup_timeout_s, on_answer=lambda: None
         )
         self._tracked: dict[str, Tracked] = {}
         self._staged_bytes = 0
+        self._loads: dict[str, int] = {}
+        """Requests of the next step that load, and the position from which each does."""
         self._orders = StepOrders(self._identity)
 
     # --- hits ---------------------------------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ class SchedulerHalf:
         self._staged_bytes -= tracked.staged_bytes
         tracked.staged_bytes = 0
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+    def allocated(self, request: Request, num_external: int) -> None:
         """vLLM has given a request blocks. `num_external`: tokens that it expects from us; another may supply them."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.stage is not Stage.READY:
@@ -175,9 +172,7 @@ class SchedulerHalf:
         if not num_external:
             self._end_fetch(tracked)
             return
-        block_ids = blocks.get_block_ids()
-        tables = [self._table(table, block_ids, 0, tracked.end) for table in self._tables]
-        self._orders.loads.append(LoadOrder(request.request_id, tracked.end - num_external, tables))
+        self._loads[request.request_id] = tracked.end - num_external
         self.counts["hit"] += 1
         self.counts["hit_tokens"] += num_external
         self._release_staging(tracked)
@@ -206,6 +201,9 @@ class SchedulerHalf:
         """Everything that workers do in the step that was scheduled."""
         orders, self._orders = self._orders, StepOrders(self._identity)
         orders.is_idle = not output.total_num_scheduled_tokens
+        for request, start in self._loads.items():
+            orders.loads.append(self._load_order(output, request, start))
+        self._loads = {}
         if self._settings.saves:
             computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs
@@ -213,6 +211,21 @@ class SchedulerHalf:
             for request, count in output.num_scheduled_tokens.items():
                 self._save_step(orders, output, request, computed[request], computed[request] + count)
         return orders
+
+    def _load_order(self, output: SchedulerOutput, name: str, start: int) -> LoadOrder:
+        """A state goes to two blocks: the one of its position, which vLLM may share with other requests, and the one
+        of the step's last token, where vLLM expects the running state. It copied the one to the other before the load.
+        """
+        end = self._tracked[name].end
+        last = end + output.num_scheduled_tokens[name]
+        block_ids = output.kv_connector_block_state.get_block_ids(name)
+        tables = [self._table(table, block_ids, 0, end) for table in self._tables]
+        running = [self._table(table, block_ids, 0, last) for table in self._tables]
+        both = [
+            here._replace(ids=sorted({*here.ids, *there.ids})) if table.is_state else here
+            for table, here, there in zip(self._tables, tables, running, strict=True)
+        ]
+        return LoadOrder(name, start, end, both)
 
     def _save_step(self, orders: StepOrders, output: SchedulerOutput, name: str, start: int, end: int) -> None:
         tracked = self._tracked.get(name)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -22,7 +24,7 @@ from hybridkv.integrations.vllm.groups import Table, known_layers
 from hybridkv.integrations.vllm.memory import BlockMemory
 from hybridkv.integrations.vllm.messages import FetchOrder, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from hybridkv.integrations.vllm.model import model_spec
-from hybridkv.integrations.vllm.pages import FetchedPages, TablePages
+from hybridkv.integrations.vllm.pages import FetchedPages, LayerPages, TablePages
 from hybridkv.integrations.vllm.placement import BEFORE_ALL_LAYERS, place
 from hybridkv.integrations.vllm.settings import Settings
 from hybridkv.stream import Load, Mover, PageRequest, StepTransfers, StreamStats
@@ -91,8 +93,8 @@ class WorkerHalf:
         tasks: list[tuple[int, Callable[[], None]]] = []
         for order in orders:
             _, fetched = self._fetches[order.request]
-            for chunk, span, staged in fetched:
-                tasks.append((chunk.row.first_layer, self._copy(order, chunk, span, staged)))
+            for chunk, parts in fetched.chunks.items():
+                tasks.append((chunk.row.first_layer, self._copy(order, chunk, parts)))
             self._drop(order.request)
         self._memory.copier.submit(self._memory.pages.order())
         for layer, copy in sorted(tasks, key=lambda task: task[0]):
@@ -197,42 +199,28 @@ class WorkerHalf:
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, order: LoadOrder, chunk: Chunk, span: Span, staged: memoryview) -> Callable[[], None]:
-        """The copy of one fetched chunk into the request's blocks."""
+    def _copy(self, order: LoadOrder, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]]) -> Callable[[], None]:
+        """The copy of all that was fetched of one chunk into the request's blocks."""
         assert self._memory is not None
         pages, table = self._memory.pages, self._tables[chunk.table]
         blocks = order.tables[table.number]
         if table.is_state:
-            return lambda: pages.copy_in(chunk, Span([blocks.ids[-1]], 1, 1), staged)
+            ((_, staged),) = parts
+            targets = [Span([block], 1, 1) for block in blocks.ids if block]
+            return partial(_copy_all, pages, chunk, [(target, staged) for target in targets], ())
         mine = TablePages(blocks, table.block_tokens // BLOCK_TOKENS)
         first = order.start // BLOCK_TOKENS
-        found = [
-            None if number is None or number < first or mine[number] == NULL_PAGE else mine[number]
-            for number in span.pages
+        targets = [
+            span._replace(
+                pages=[None if n is None or n < first or mine[n] == NULL_PAGE else mine[n] for n in span.pages]
+            )
+            for span, _ in parts
         ]
-        rest = self._rest(span, first, mine, table)
-
-        def copy() -> None:
-            if rest:
-                pages.zero(chunk, rest, BLOCK_TOKENS)
-            pages.copy_in(chunk, span._replace(pages=found), staged)
-
-        return copy
-
-    def _rest(self, span: Span, first: int, mine: TablePages, table: Table) -> list[int]:
-        """Pages of the span's first and last block of vLLM's that no token is copied to, or only a part of one.
-
-        They are zeroed: masked tokens are multiplied by zero, and what an earlier request has left may be NaN.
-        """
-        numbers = [number for number in span.pages if number is not None and number >= first]
-        if not numbers:
-            return []
-        per_block, last_tokens = table.block_tokens // BLOCK_TOKENS, span.num_tokens % BLOCK_TOKENS
-        start, end = numbers[0] // per_block * per_block, -(-(numbers[-1] + 1) // per_block) * per_block
-        unused = [*range(max(first, start), numbers[0]), *range(numbers[-1] + 1, end)]
-        if last_tokens and span.pages[-1] is not None:
-            unused.append(numbers[-1])
-        return [mine[number] for number in unused if number < len(mine) and mine[number] != NULL_PAGE]
+        copied = {number for span, _ in parts for number in span.pages if number is not None and number >= first}
+        if order.end % BLOCK_TOKENS:
+            copied.discard(order.end // BLOCK_TOKENS)  # a part of the last page
+        rest = _rest(copied, mine, first, -(-order.end // table.block_tokens), table)
+        return partial(_copy_all, pages, chunk, list(zip(targets, (staged for _, staged in parts), strict=True)), rest)
 
     def _save_request(self, order: SaveOrder) -> PageRequest:
         blocks: dict[str, TablePages] = {}
@@ -245,3 +233,22 @@ class WorkerHalf:
             block = order.states.get(table.number, found.ids[-1] if found.ids else 0)
             states[name] = {order.state_at: [block]} if block else {}
         return PageRequest(0, order.state_at, blocks, states)
+
+
+def _rest(copied: Collection[int], mine: TablePages, first: int, num_blocks: int, table: Table) -> list[int]:
+    """Pages that are not copied to, of those blocks of vLLM's that are, or that have a part of the last page.
+
+    They are zeroed: what attention masks is multiplied by zero, and what an earlier request has left may be NaN.
+    """
+    per_block = table.block_tokens // BLOCK_TOKENS
+    touched = {number // per_block for number in copied} | {num_blocks - 1}
+    pages = [page for block in sorted(touched) for page in range(block * per_block, (block + 1) * per_block)]
+    return [mine[page] for page in pages if page >= first and page not in copied and mine[page] != NULL_PAGE]
+
+
+def _copy_all(pages: LayerPages, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]], rest: Sequence[int]) -> None:
+    """`rest`: pages to zero first."""
+    if rest:
+        pages.zero(chunk, rest, BLOCK_TOKENS)
+    for span, staged in parts:
+        pages.copy_in(chunk, span, staged)
