@@ -9,7 +9,7 @@ repeated prompt resumes at such a block, and prompts that part inside one share 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
 
 _LEAST_TOKENS = 64
 """A chunk is not cut closer than this to its start: a state saves at least so many tokens."""
+CHECKPOINT_TOKENS = "checkpoint_tokens"
+"""Field of `kv_connector_extra_config`."""
+DEFAULT_CHECKPOINT_TOKENS = 512
 BREAKPOINTS = "breakpoints"
 """Field of a request's `kv_transfer_params`: token positions where other prompts may part from this one."""
 
 
 class CheckpointScheduler(AsyncScheduler):
-    """Chunks also end at the last block of 16 tokens before a prompt's last token, and at breakpoints of requests."""
+    """Chunks also end at multiples of `checkpoint_tokens`, at breakpoints that requests name, and at the last block of
+    16 tokens before a prompt's last token."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        transfer = self.vllm_config.kv_transfer_config
+        given = {} if transfer is None else transfer.kv_connector_extra_config
+        self._checkpoint_tokens = int(given.get(CHECKPOINT_TOKENS, DEFAULT_CHECKPOINT_TOKENS))
 
     def _mamba_block_aligned_split(
         self,
@@ -38,7 +48,7 @@ class CheckpointScheduler(AsyncScheduler):
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        return cut(start, int(count), request.num_prompt_tokens, breakpoints_of(request))
+        return cut(start, int(count), request.num_prompt_tokens, self._checkpoint_tokens, breakpoints_of(request))
 
 
 def breakpoints_of(request: Request) -> list[int]:
@@ -47,9 +57,15 @@ def breakpoints_of(request: Request) -> list[int]:
     return [one for one in given if isinstance(one, int)] if isinstance(given, (list, tuple)) else []
 
 
-def cut(start: int, count: int, num_prompt_tokens: int, breakpoints: Sequence[int]) -> int:
-    """Tokens of a chunk from `start` on that may have `count`: up to the first place worth a state."""
+def cut(start: int, count: int, num_prompt_tokens: int, grid: int, breakpoints: Sequence[int]) -> int:
+    """Tokens of a chunk from `start` on that may have `count`: up to the first place worth a state.
+
+    `grid`: multiples of it are; 0 for none. Chunks of replies, which are computed again after a preemption, are not cut.
+    """
+    if start >= num_prompt_tokens:
+        return count
     last = (num_prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    places = [last, *(point // BLOCK_TOKENS * BLOCK_TOKENS for point in breakpoints)]
+    on_grid = [-(-(start + _LEAST_TOKENS) // grid) * grid] if grid else []
+    places = [last, *on_grid, *(point // BLOCK_TOKENS * BLOCK_TOKENS for point in breakpoints)]
     inside = [place - start for place in places if start + _LEAST_TOKENS <= place < start + count]
     return min(inside, default=count)

@@ -60,8 +60,10 @@ def read_settings(config: VllmConfig) -> Settings:
         saves=transfer.is_kv_producer,
         separate=config.parallel_config.world_size > 1 or _executor(config) not in (None, "uni"),
     )
+    if (grid := given.pop("checkpoint_tokens", 0)) and (not isinstance(grid, int) or grid < 0 or grid % 16):
+        raise InputError(f"kv_connector_extra_config: checkpoint_tokens is {grid!r}; expected a multiple of 16, or 0")
     if given:
-        known = "store, staging, waiting, layerwise, lookup_timeout_s, load_timeout_s"
+        known = "store, staging, waiting, layerwise, checkpoint_tokens, lookup_timeout_s, load_timeout_s"
         raise InputError(f"kv_connector_extra_config: no setting {next(iter(given))!r}; there are {known}")
     return settings
 
