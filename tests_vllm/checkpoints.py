@@ -37,8 +37,14 @@ class Family:
     exact: float
     loose: float
     config: dict[str, Any]
+    unit: int
+    """Ends of prompts are found to a multiple of so many tokens."""
     num_tight_blocks: int
     """Blocks in which three requests of some 500 tokens start, and do not end without a preemption."""
+
+    def found(self, count: int) -> int:
+        """How many of a prompt's tokens are found again, at least."""
+        return count // self.unit * self.unit
 
 
 FAMILIES = {
@@ -60,6 +66,7 @@ FAMILIES = {
             "shared_expert_intermediate_size": 64,
             "mlp_only_layers": [0, 1, 2],  # vLLM wants one layer of experts
         },
+        unit=1,
         num_tight_blocks=14,
     ),
     "gemma3": Family(
@@ -73,6 +80,7 @@ FAMILIES = {
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
+        unit=16,
         num_tight_blocks=24,
     ),
 }

@@ -110,6 +110,14 @@ class Process:
         """Kill the process at once, whatever it does."""
         os.kill(self.pid, signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """Ask the process to end, and wait until it has."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.close()
+
+    def is_alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
     def close(self) -> None:
         """Let the process end by itself, and wait for that."""
         with suppress(OSError):
@@ -123,7 +131,7 @@ class Process:
             self._lines.write(json.dumps(message) + "\n")
             self._lines.flush()
         except OSError as error:
-            raise EngineDied(self._last_words()) from error
+            raise EngineDied(self.last_words()) from error
 
     def _receive(self) -> Any:
         try:
@@ -131,10 +139,10 @@ class Process:
         except ConnectionError:
             line = ""
         if not line:
-            raise EngineDied(self._last_words())
+            raise EngineDied(self.last_words())
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else "no log"
 
 

@@ -14,8 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 SETTLING_S = 30.0
