@@ -36,7 +36,7 @@ def checkpoints(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="session")
 def start(host: Host, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Start an engine of a family. It starts in the background, and ends with the session unless it is closed before."""
+    """Start an engine of a family, in the background. It ends with the session, unless it is closed before."""
     logs = tmp_path_factory.mktemp("logs")
 
     def started(family: Family, **options: Any) -> Engine:

@@ -70,6 +70,10 @@ class Reply:
     spans: list[tuple[int, int]]
     """Tokens that were computed, in the order of the steps."""
 
+    def last_chunk_end(self, count: int) -> int:
+        """Where a state or a window was at hand, among the first `count` tokens."""
+        return max((end for _, end in self.spans if end <= count), default=0)
+
     @property
     def said(self) -> list[int]:
         return self.request.prompt + self.tokens
@@ -85,7 +89,7 @@ class Run:
         return self.replies[name]
 
 
-class EngineDied(Exception):
+class EngineDiedError(Exception):
     """The process has ended."""
 
 
@@ -131,7 +135,7 @@ class Process:
             self._lines.write(json.dumps(message) + "\n")
             self._lines.flush()
         except OSError as error:
-            raise EngineDied(self.last_words()) from error
+            raise EngineDiedError(self.last_words()) from error
 
     def _receive(self) -> Any:
         try:
@@ -139,7 +143,7 @@ class Process:
         except ConnectionError:
             line = ""
         if not line:
-            raise EngineDied(self.last_words())
+            raise EngineDiedError(self.last_words())
         return json.loads(line)
 
     def last_words(self) -> str:

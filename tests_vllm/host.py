@@ -2,7 +2,8 @@
 
     python host.py SOCKET
 
-Requests and replies are lines of JSON. The first request of a connection says what the process becomes; see `engines.py`.
+Requests and replies are lines of JSON. The first request of a connection says what the process becomes: see
+`engines.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM answers without a connector, from the same chunks.
 
 In bfloat16 a prompt's logits depend on where its chunks ended. The oracle knows from the schedules how each prefix was
-computed, also before it was stored, and lets an engine without a connector or a prefix cache compute it in the same way.
+computed, also before it was stored, and lets an engine without a connector or a prefix cache compute it the same way.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Family
-from engines import Engine, Reply, Request, file_url, tokens, transfer_config
+from engines import Engine, Request, file_url, tokens, transfer_config
 from oracle import Oracle
 from shelves import forget, verify, wait_until_quiet
 
@@ -26,18 +26,13 @@ def engine(family: Family, start: Callable[..., Engine], directory: Path) -> Eng
     return start(family, kv_transfer_config=transfer_config([file_url(directory)]), max_num_batched_tokens=256)
 
 
-def last_chunk_end(reply: Reply, count: int) -> int:
-    """Where a state or a window was at hand among the first `count` tokens."""
-    return max((end for _, end in reply.spans if end <= count), default=0)
-
-
 def test_a_prompt_sent_again_is_found_to_its_last_token(engine: Engine, oracle: Oracle, directory: Path) -> None:
     first = engine.ask(LONG)
     assert first.cached == 0
     forget(engine, directory)
     again = engine.ask(LONG)
     # The state after the last token is stored, too; but one token must be left to compute.
-    assert again.cached >= last_chunk_end(first, len(LONG) - 1)
+    assert again.cached >= first.last_chunk_end(len(LONG) - 1)
     assert again.tokens == first.tokens
     oracle.check(first)
     oracle.check(again)
@@ -58,7 +53,7 @@ def test_siblings_share_what_they_have_in_common(engine: Engine, oracle: Oracle,
         siblings.append(engine.ask(SHARED + tokens(400, seed)))
         forget(engine, directory)
     first = siblings[0]
-    expected = last_chunk_end(first, len(SHARED))
+    expected = first.last_chunk_end(len(SHARED))
     assert expected >= 384
     assert first.cached == 0
     assert all(sibling.cached >= expected for sibling in siblings[1:]), [one.cached for one in siblings]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ def faulty(family: Family, start: Callable[..., Engine], directory: Path) -> Eng
 
 def prompt_for(kind: str) -> list[int]:
     return tokens(300, seed=1000 + KINDS.index(kind))
+
+
+@pytest.fixture(autouse=True)
+def end_of_faults(faulty: Engine) -> Iterator[None]:
+    yield
+    faulty.call("set_faults", faults=[])
 
 
 @pytest.fixture(scope="session")
@@ -122,9 +128,9 @@ def test_random_faults(seed: int, filled: Engine, oracle: Oracle, directory: Pat
         }
         aborts = {name: {"step": source.randrange(1, 8)} for name in requests if source.random() < 0.2}
         oracle.check(filled.run(requests, aborts=aborts), exact=False)
+        filled.call("set_faults", faults=[])
         if source.random() < 0.7:
             forget(filled, directory)
-    filled.call("set_faults", faults=[])
     forget(filled, directory)
     verify(directory)
 
