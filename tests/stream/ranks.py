@@ -48,7 +48,7 @@ class Rank:
     def found(self, tokens: Sequence[int], limit: int, taps: Sequence[str] = ()) -> int:
         """The last position up to `limit` at which the store says a request can resume."""
         prompt = Prompt(lambda ends: self.keys_at(tokens, ends), 0, limit, taps=taps)
-        return last_stored(self.store, self.catalogue, prompt)
+        return last_stored(self.store, self.catalogue, prompt).position
 
     # --- pages --------------------------------------------------------------------------------------------------------
 

@@ -64,13 +64,13 @@ def test_hidden_states_that_are_not_stored_are_noticed_in_few_lookups() -> None:
     store = Counted()
     store.names = {catalogue.name(group, keys[end]) for group in catalogue.groups for end in range(16, 401, 16)}
     prompt = Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 400, taps=["tap1"])
-    assert last_stored(store, catalogue, prompt) == 0
+    assert last_stored(store, catalogue, prompt).position == 0
     assert store.asked <= 3
 
 
 def last(store: Counted, catalogue: Catalogue, keys: dict[int, bytes], start: int, matched: int = 0) -> int:
     prompt = Prompt(lambda ends: {end: keys[end] for end in ends}, start, len(TOKENS), matched)
-    return last_stored(store, catalogue, prompt)
+    return last_stored(store, catalogue, prompt).position
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -147,6 +147,6 @@ def test_a_short_reply_of_another_tensor_parallel_size_is_found(family: str) -> 
         for name in needed(catalogue, keys, 0, end):
             runs = [f"{name.group}.{n}of2" for n in range(2)] if name.group in halves else [name.group]
             store.names |= {ObjectName(name.namespace, run, name.key) for run in runs}
-    found = last_stored(store, catalogue, Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 31))
+    found = last_stored(store, catalogue, Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 31)).position
     assert found == 29
     assert store.asked <= 4

@@ -132,9 +132,15 @@ class Catalogue:
 
     def load_bytes(self, start: int, end: int, taps: Collection[str] = ()) -> int:
         """Bytes that are read for a request at `start` that will resume at `end`."""
-        needed = [(group, e) for group in self.needed(taps) for e in self.ends(group, start, end)]
-        needed += [(group, end) for group in self.state_groups]
-        return sum(group.nbytes(self.num_tokens(group, e)) for group, e in needed)
+        return sum(self.load_bytes_by_group(start, end, taps).values())
+
+    def load_bytes_by_group(self, start: int, end: int, taps: Collection[str] = ()) -> dict[str, int]:
+        ends = {group: self.ends(group, start, end) for group in self.needed(taps)}
+        ends.update((group, [end]) for group in self.state_groups)
+        return {
+            group.name: sum(group.nbytes(self.num_tokens(group, one)) for one in all_ends)
+            for group, all_ends in ends.items()
+        }
 
     # --- description --------------------------------------------------------------------------------------------------
 

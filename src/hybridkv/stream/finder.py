@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from hybridkv.store import ObjectName, Store
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.keys import BlockKeys
-from hybridkv.stream.lookup import Prompt, last_stored
+from hybridkv.stream.lookup import Found, Prompt, last_stored
 from hybridkv.stream.stats import StreamStats
 from hybridkv.workers import Workers
 
@@ -23,7 +23,7 @@ LOOKUP_TIMEOUT_S = 2.0
 class Fetch:
     """One lookup: how far a store can extend a prompt's prefix. The answer may come later, or never."""
 
-    def __init__(self, start: int, found: Future[int], deadline: float, clock: Callable[[], float]) -> None:
+    def __init__(self, start: int, found: Future[Found], deadline: float, clock: Callable[[], float]) -> None:
         self._start = start
         self._found = found
         self._deadline = deadline
@@ -47,9 +47,14 @@ class Fetch:
 
         The answer is valid only while memory still has the tokens before `start`, as it had at the lookup.
         """
-        if not self._found.done() or self.has_failed or self._found.result() <= self._start:
+        if not self._found.done() or self.has_failed or self._found.result().position <= self._start:
             return 0
-        return self._found.result()
+        return self._found.result().position
+
+    @property
+    def matched(self) -> int:
+        """Full-attention KV is stored up to here, maybe deeper than `position`. Valid once there is an answer."""
+        return self._start if self.has_failed else self._found.result().matched
 
 
 class Finder:

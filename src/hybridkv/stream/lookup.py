@@ -33,8 +33,17 @@ class Prompt(NamedTuple):
     """Groups of tapped layers that it needs, too."""
 
 
-def last_stored(store: Store, catalogue: Catalogue, prompt: Prompt) -> int:
-    """The last position after the block of `start` that the store can supply; `start` if there is none.
+class Found(NamedTuple):
+    """The answer to a lookup."""
+
+    position: int
+    """The last position after the block of `start` that the store can supply; `start` if there is none."""
+    matched: int
+    """Full-attention KV is stored up to here at least: whole stretches. It may be deeper than `position`."""
+
+
+def last_stored(store: Store, catalogue: Catalogue, prompt: Prompt) -> Found:
+    """How far the store can supply a prompt.
 
     The call makes a few round trips and blocks on the store: do not call it on the engine thread.
     """
@@ -49,15 +58,16 @@ class _Lookup:
         self._catalogue = catalogue
         self._prompt = prompt
         self._token_groups = catalogue.needed(prompt.taps)
+        self._matched = prompt.start
         self._others = False
         """Whether engines of other tensor-parallel sizes have stored parts of this prompt."""
 
-    def find(self) -> int:
+    def find(self) -> Found:
         for ends in self._batches():
             for end in self._gated(ends):
                 if self._has_all(end):
-                    return end
-        return self._prompt.start
+                    return Found(end, max(end, self._matched))
+        return Found(self._prompt.start, self._matched)
 
     def _batches(self) -> Iterator[list[int]]:
         """Positions to look up, the last first."""
@@ -81,6 +91,7 @@ class _Lookup:
         found = self._may_have(full[0], ends)
         num_found = next((number for number, end in enumerate(ends) if end not in found), len(ends))
         tokens = catalogue.stretch_blocks * catalogue.block_tokens
+        self._matched = ends[num_found - 1] if num_found else prompt.start
         return min(prompt.limit, (start // tokens + num_found + 1) * tokens)
 
     def _gated(self, ends: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from hybridkv.integrations.vllm.catalogue import BLOCK_TOKENS
+from hybridkv.integrations.vllm.connector import HybridKVConnector
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,8 +29,8 @@ BREAKPOINTS = "breakpoints"
 
 
 class CheckpointScheduler(AsyncScheduler):
-    """Chunks also end at multiples of `checkpoint_tokens`, at breakpoints that requests name, and at the last block of
-    16 tokens before a prompt's last token."""
+    """Chunks also end at multiples of `checkpoint_tokens`, at breakpoints that requests name, where a prompt leaves
+    others that are stored, and at the last block of 16 tokens before its last token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +49,10 @@ class CheckpointScheduler(AsyncScheduler):
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        return cut(start, int(count), request.num_prompt_tokens, self._checkpoint_tokens, breakpoints_of(request))
+        places = breakpoints_of(request)
+        if isinstance(self.connector, HybridKVConnector):
+            places.append(self.connector.branch_of(request))
+        return cut(start, int(count), request.num_prompt_tokens, self._checkpoint_tokens, places)
 
 
 def breakpoints_of(request: Request) -> list[int]:
@@ -60,7 +64,7 @@ def breakpoints_of(request: Request) -> list[int]:
 def cut(start: int, count: int, num_prompt_tokens: int, grid: int, breakpoints: Sequence[int]) -> int:
     """Tokens of a chunk from `start` on that may have `count`: up to the first place worth a state.
 
-    `grid`: multiples of it are; 0 for none. Chunks of replies, which are computed again after a preemption, are not cut.
+    `grid`: multiples of it are; 0 for none. Replies that are computed again after a preemption are not cut.
     """
     if start >= num_prompt_tokens:
         return count

@@ -111,6 +111,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens), False
 
+    def branch_of(self, request: Request) -> int:
+        """For `CheckpointScheduler`: where a state is missing that others would have used."""
+        assert self._scheduler is not None
+        return self._scheduler.branch_of(request)
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
         self._scheduler.allocated(request, num_external_tokens)

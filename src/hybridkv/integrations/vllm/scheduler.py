@@ -57,6 +57,8 @@ class Tracked:
     start: int = 0
     """What is fetched begins here."""
     end: int = 0
+    branch: int = 0
+    """Full-attention KV is stored up to here, but no state or window. 0: not deeper than `end`."""
     staged_bytes: int = 0
     reports: list[bool] = field(default_factory=list)
     stored_until: int | None = None
@@ -69,7 +71,7 @@ class SchedulerHalf:
     def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self.stats = StreamStats()
         self.counts: Counter[str] = Counter()
-        """Requests by outcome: hit, miss, too large to stage ..."""
+        """Requests by outcome, tokens of hits, and bytes of hits by group."""
         self._settings = settings
         model = model_spec(config, kv_cache_config, rank=0)
         layers = known_layers(kv_cache_config, model, BLOCK_TOKENS)
@@ -131,20 +133,28 @@ class SchedulerHalf:
         assert fetch is not None
         if fetch.is_late:
             self.stats.slow_lookups += 1
-            tracked.stage = Stage.DONE
+            self._missed(tracked, "late")
         elif fetch.is_answered:
             self.stats.failed_lookups += fetch.has_failed
             end = fetch.position
+            tracked.branch = fetch.matched if fetch.matched > end else 0
             if end <= max(num_computed, tracked.start):
-                self.counts["miss"] += 1
-                tracked.stage = Stage.DONE
+                self._missed(tracked, "checkpoint_missing" if tracked.branch > tracked.start else "not_stored")
                 return
             nbytes = self._catalogue.load_bytes(tracked.start, end)
             if nbytes > self._settings.staging_bytes:
-                self.counts["too_large"] += 1
-                tracked.stage = Stage.DONE
+                self._missed(tracked, "too_large")
             elif self._staged_bytes + nbytes <= self._settings.staging_bytes:
                 self._order_fetch(tracked, end, nbytes)
+
+    def _missed(self, tracked: Tracked, reason: str) -> None:
+        self.counts[reason] += 1
+        tracked.stage = Stage.DONE
+
+    def branch_of(self, request: Request) -> int:
+        """Where the prompt has left others whose KV is stored deeper than any state or window; 0 if nowhere."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked.branch if tracked is not None else 0
 
     def _order_fetch(self, tracked: Tracked, end: int, nbytes: int) -> None:
         self.stats.found += 1
@@ -175,6 +185,8 @@ class SchedulerHalf:
         self._loads[request.request_id] = tracked.end - num_external
         self.counts["hit"] += 1
         self.counts["hit_tokens"] += num_external
+        for group, nbytes in self._catalogue.load_bytes_by_group(tracked.end - num_external, tracked.end).items():
+            self.counts[f"bytes {group}"] += nbytes
         self._release_staging(tracked)
         tracked.stage = Stage.DONE
 

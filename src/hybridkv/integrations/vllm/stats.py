@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from hybridkv.stream import StreamStats
 
 HELP = {
-    "requests_total": "Requests that the store was asked for, by outcome.",
+    "requests_total": "Requests that the store was asked for, by outcome: hit, or the reason why not.",
     "hit_tokens_total": "Prompt tokens that came from the store.",
+    "hit_bytes_total": "Bytes of hits on one rank, by group of layers.",
     "loaded_bytes_total": "Bytes read from the store, successfully or not.",
     "load_seconds_total": "Sum over reads of the time from start to last row.",
     "load_failures_total": "Reads that failed, by the first reason. The request was computed instead.",
@@ -26,6 +27,7 @@ HELP = {
 """Metrics, without the prefix vllm:hybridkv_."""
 LABELS = {
     "requests_total": "outcome",
+    "hit_bytes_total": "group",
     "load_failures_total": "reason",
     "save_failures_total": "reason",
     "lookup_failures_total": "reason",
@@ -35,9 +37,10 @@ LABELS = {
 def counted(stats: StreamStats, counts: Mapping[str, int]) -> Counter[str]:
     """All counters since the start, by metric and label, such as "requests_total hit"."""
     values = Counter[str]()
-    for outcome in ("hit", "miss", "failed", "too_large"):
-        values[f"requests_total {outcome}"] = counts.get(outcome, 0)
-    values["hit_tokens_total"] = counts.get("hit_tokens", 0)
+    for name, count in counts.items():
+        kind, _, group = name.partition(" ")
+        metric = {"hit_tokens": "hit_tokens_total", "bytes": f"hit_bytes_total {group}"}.get(kind)
+        values[metric or f"requests_total {name}"] = count
     values["loaded_bytes_total"] = stats.loaded_bytes
     values["load_seconds_total"] = stats.load_seconds  # type: ignore[assignment]
     for reason, count in stats.failures.items():

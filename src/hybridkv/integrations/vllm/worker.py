@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -18,18 +17,16 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from hybridkv.cache import NULL_PAGE
 from hybridkv.integrations.vllm.catalogue import BLOCK_TOKENS, make_catalogue
-from hybridkv.integrations.vllm.groups import Table, known_layers
+from hybridkv.integrations.vllm.copying import copies
+from hybridkv.integrations.vllm.groups import known_layers
 from hybridkv.integrations.vllm.memory import BlockMemory
-from hybridkv.integrations.vllm.messages import FetchOrder, LoadOrder, SaveOrder, StepOrders, WorkerReport
+from hybridkv.integrations.vllm.messages import FetchOrder, SaveOrder, StepOrders, WorkerReport
 from hybridkv.integrations.vllm.model import model_spec
-from hybridkv.integrations.vllm.pages import FetchedPages, LayerPages, TablePages
+from hybridkv.integrations.vllm.pages import FetchedPages, TablePages
 from hybridkv.integrations.vllm.placement import BEFORE_ALL_LAYERS, place
 from hybridkv.integrations.vllm.settings import Settings
 from hybridkv.stream import Load, Mover, PageRequest, StepTransfers, StreamStats
-from hybridkv.stream.boxes import Span
-from hybridkv.stream.form import Chunk
 
 _IDLE_WAIT_S = 0.002
 """A step that computes nothing waits this long for a fetch to end, instead of spinning."""
@@ -94,7 +91,7 @@ class WorkerHalf:
         for order in orders:
             _, fetched = self._fetches[order.request]
             for chunk, parts in fetched.chunks.items():
-                tasks.append((chunk.row.first_layer, self._copy(order, chunk, parts)))
+                tasks += copies(self._memory.pages, self._tables[chunk.table], order, chunk, parts)
             self._drop(order.request)
         self._memory.copier.submit(self._memory.pages.order())
         for layer, copy in sorted(tasks, key=lambda task: task[0]):
@@ -199,29 +196,6 @@ class WorkerHalf:
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, order: LoadOrder, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]]) -> Callable[[], None]:
-        """The copy of all that was fetched of one chunk into the request's blocks."""
-        assert self._memory is not None
-        pages, table = self._memory.pages, self._tables[chunk.table]
-        blocks = order.tables[table.number]
-        if table.is_state:
-            ((_, staged),) = parts
-            targets = [Span([block], 1, 1) for block in blocks.ids if block]
-            return partial(_copy_all, pages, chunk, [(target, staged) for target in targets], ())
-        mine = TablePages(blocks, table.block_tokens // BLOCK_TOKENS)
-        first = order.start // BLOCK_TOKENS
-        targets = [
-            span._replace(
-                pages=[None if n is None or n < first or mine[n] == NULL_PAGE else mine[n] for n in span.pages]
-            )
-            for span, _ in parts
-        ]
-        copied = {number for span, _ in parts for number in span.pages if number is not None and number >= first}
-        if order.end % BLOCK_TOKENS:
-            copied.discard(order.end // BLOCK_TOKENS)  # a part of the last page
-        rest = _rest(copied, mine, first, -(-order.end // table.block_tokens), table)
-        return partial(_copy_all, pages, chunk, list(zip(targets, (staged for _, staged in parts), strict=True)), rest)
-
     def _save_request(self, order: SaveOrder) -> PageRequest:
         blocks: dict[str, TablePages] = {}
         states: dict[str, dict[int, list[int]]] = {}
@@ -233,22 +207,3 @@ class WorkerHalf:
             block = order.states.get(table.number, found.ids[-1] if found.ids else 0)
             states[name] = {order.state_at: [block]} if block else {}
         return PageRequest(0, order.state_at, blocks, states)
-
-
-def _rest(copied: Collection[int], mine: TablePages, first: int, num_blocks: int, table: Table) -> list[int]:
-    """Pages that are not copied to, of those blocks of vLLM's that are, or that have a part of the last page.
-
-    They are zeroed: what attention masks is multiplied by zero, and what an earlier request has left may be NaN.
-    """
-    per_block = table.block_tokens // BLOCK_TOKENS
-    touched = {number // per_block for number in copied} | {num_blocks - 1}
-    pages = [page for block in sorted(touched) for page in range(block * per_block, (block + 1) * per_block)]
-    return [mine[page] for page in pages if page >= first and page not in copied and mine[page] != NULL_PAGE]
-
-
-def _copy_all(pages: LayerPages, chunk: Chunk, parts: Sequence[tuple[Span, memoryview]], rest: Sequence[int]) -> None:
-    """`rest`: pages to zero first."""
-    if rest:
-        pages.zero(chunk, rest, BLOCK_TOKENS)
-    for span, staged in parts:
-        pages.copy_in(chunk, span, staged)
