@@ -39,8 +39,9 @@ class Family:
     config: dict[str, Any]
     unit: int
     """Ends of prompts are found to a multiple of so many tokens."""
-    num_tight_blocks: int
-    """Blocks in which three requests of some 500 tokens start, and do not end without a preemption."""
+    tight_blocks: int
+    tight_prompt: int
+    """In so many blocks several prompts of so many tokens find room, and 40 more tokens for each do not."""
 
     def found(self, count: int) -> int:
         """How many of a prompt's tokens are found again, at least."""
@@ -67,7 +68,8 @@ FAMILIES = {
             "mlp_only_layers": [0, 1, 2],  # vLLM wants one layer of experts
         },
         unit=1,
-        num_tight_blocks=14,
+        tight_blocks=14,
+        tight_prompt=370,
     ),
     "gemma3": Family(
         "gemma3",
@@ -81,7 +83,8 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
         unit=16,
-        num_tight_blocks=24,
+        tight_blocks=22,
+        tight_prompt=250,
     ),
 }
 

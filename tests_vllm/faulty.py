@@ -37,15 +37,19 @@ def open_faulty(urls: Sequence[str]) -> Store:
 
 def set_faults(faults: Sequence[dict[str, Any]]) -> list[int]:
     """Let these strike from now on. Those before end, and circuit breakers try again. Returns how often each struck."""
-    struck: list[int] = []
+    counts = struck()
     for store in _opened:
-        struck += [fault.struck for fault in store.faults]
         before = list(store.faults)
         store.faults[:] = [Fault(Kind[fault["kind"]], **options_of(fault)) for fault in faults]
         for fault in before:
             fault.release.set()
     _passed_s[0] += _LONG_S
-    return struck
+    return counts
+
+
+def struck() -> list[int]:
+    """How often each of the present faults has struck."""
+    return [fault.struck for store in _opened for fault in store.faults]
 
 
 def options_of(fault: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 SETTLING_S = 30.0
 PREIMPORTED = (
-    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.models.gemma3",
     "vllm.model_executor.models.qwen3_next",
     "vllm.v1.worker.cpu_worker",
@@ -90,8 +90,8 @@ def answer(lines: Any, engine: Engine) -> None:
 def serve_http(arguments: list[str]) -> None:
     """vLLM's server, as its own module starts it."""
     import uvloop
-    from vllm.entrypoints.openai.api_server import run_server
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -118,7 +118,8 @@ class Engine:
     def run(
         self, requests: list[dict[str, Any]], aborts: dict[str, dict[str, int]], chunks: list[int] | None
     ) -> dict[str, Any]:
-        """Run requests to their ends. Each starts at step `at`; `aborts` names the step or the reply's length.
+        """Run requests to their ends. Each starts at step `at`; `aborts`: the step, the reply's length, or that a
+        fault has struck.
 
         `chunks`: ends of prefill chunks, for one request alone.
         """
@@ -174,6 +175,12 @@ class Engine:
 
         return faulty.set_faults(faults)
 
+    def struck(self) -> list[int]:
+        """How often each of the present faults has struck."""
+        import faulty
+
+        return faulty.struck()
+
     def quit(self) -> None:
         self._engine.engine_core.shutdown()
 
@@ -216,6 +223,10 @@ def external(name: str) -> str:
 
 
 def is_due(when: dict[str, int], steps: int, result: dict[str, Any] | None) -> bool:
+    if "struck" in when:
+        import faulty
+
+        return any(faulty.struck())
     tokens = len(result["tokens"]) if result else 0
     return steps >= when.get("step", 1 << 30) or tokens >= when.get("tokens", 1 << 30)
 
