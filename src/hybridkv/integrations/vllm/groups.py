@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -26,6 +28,7 @@ from hybridkv.spec import (
     LayerSpec,
     LinearState,
     ModelSpec,
+    Part,
     SlidingWindow,
 )
 
@@ -72,7 +75,7 @@ def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> 
     for number, group in enumerate(config.kv_cache_groups):
         members = _members(group)
         for name, spec in members.items():
-            key = LayerKey(extract_layer_index(name), isinstance(spec, MambaSpec))
+            key = LayerKey(_layer_number(name), isinstance(spec, MambaSpec))
             if key not in expected or key in found:
                 raise InputError(f"vLLM keeps a cache for {name} of {model.name}, which hybridkv does not know")
             table = Table(number, group.kv_cache_spec.block_size, key.is_state)
@@ -89,6 +92,24 @@ def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> 
     return found
 
 
+def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
+    """The axes of a state's part, in the order that vLLM has them, outermost first."""
+    if part.name == "conv":
+        return (0, 1) if is_conv_state_dim_first() else (1, 0)
+    if theirs.mamba_type is MambaAttentionBackendEnum.GDN_ATTN:
+        return (0, 2, 1)  # heads, values, keys
+    return tuple(range(len(part.shape)))
+
+
+def _layer_number(name: str) -> int:
+    try:
+        return extract_layer_index(name)
+    except (AssertionError, IndexError):
+        raise InputError(
+            f"vLLM keeps a cache for {name}, and the name does not say for which layer; this model is not supported"
+        ) from None
+
+
 def _members(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
     spec = group.kv_cache_spec
     return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
@@ -102,10 +123,12 @@ def _check(name: str, theirs: KVCacheSpec, ours: LayerSpec) -> None:
         elements = sum(part.inner[0] for part in ours.parts)
         _expect(name, "kind", type(theirs), (MLAAttentionSpec,))
         _expect(name, "elements of a latent", theirs.head_size, (elements,))
+        _expect(name, "tokens of an element", theirs.tokens_per_state, (1,))
         _expect(name, "dtype", _dtype(theirs.dtype), (ours.parts[0].dtype.value,))
     else:
         assert isinstance(ours, AttentionLayer)
         _check_sight(name, theirs, ours)
+        _expect(name, "tokens of an element", theirs.tokens_per_state, (1,))
         _expect(name, "KV heads", theirs.num_kv_heads, (ours.parts[0].shape[0],))
         _expect(name, "head size", (theirs.head_size, theirs.head_size_v), (tuple(p.inner[0] for p in ours.parts),))
         _expect(name, "dtype", _dtype(theirs.dtype), (ours.parts[0].dtype.value,))
@@ -113,22 +136,18 @@ def _check(name: str, theirs: KVCacheSpec, ours: LayerSpec) -> None:
 
 def _check_sight(name: str, theirs: KVCacheSpec, ours: AttentionLayer) -> None:
     """vLLM may keep more tokens than a layer sees."""
-    if isinstance(ours, SlidingWindow):
-        _expect(name, "kind", type(theirs), (SlidingWindowSpec, FullAttentionSpec))
-        _expect(name, "window", theirs.sliding_window, (ours.window,))
-    elif isinstance(ours, ChunkedLocal):
-        _expect(name, "kind", type(theirs), (ChunkedLocalAttentionSpec, FullAttentionSpec))
-        _expect(name, "chunk", theirs.attention_chunk_size, (ours.chunk,))
-    else:
-        _expect(name, "kind", type(theirs), (FullAttentionSpec,))
-        _expect(name, "window", theirs.sliding_window, (None,))
+    local = {SlidingWindow: (SlidingWindowSpec,), ChunkedLocal: (ChunkedLocalAttentionSpec,)}.get(type(ours), ())
+    _expect(name, "kind", type(theirs), (*local, FullAttentionSpec))
+    _expect(name, "window", getattr(theirs, "sliding_window", None), (ours.sight.window,))
+    _expect(name, "chunk", getattr(theirs, "attention_chunk_size", None), (ours.sight.chunk,))
 
 
 def _check_state(name: str, theirs: KVCacheSpec, ours: LinearState) -> None:
     _expect(name, "kind", type(theirs), (MambaSpec,))
     _expect(name, "tensors of a state", len(theirs.shapes), (len(ours.parts),))
     for shape, dtype, part in zip(theirs.shapes, theirs.dtypes, ours.parts, strict=True):
-        _expect(name, f"shape of {part.name}", tuple(sorted(shape)), (tuple(sorted(part.shape)),))
+        expected = tuple(part.shape[axis] for axis in state_axes(part, theirs))
+        _expect(name, f"shape of {part.name}", tuple(shape), (expected,))
         _expect(name, f"dtype of {part.name}", _dtype(dtype), (part.dtype.value,))
     _expect(name, "speculative blocks", theirs.num_speculative_blocks, (0,))
 

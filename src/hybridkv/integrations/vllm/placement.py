@@ -12,11 +12,10 @@ from math import prod
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybridkv.errors import InputError
-from hybridkv.integrations.vllm.groups import KnownLayer, LayerKey
+from hybridkv.integrations.vllm.groups import KnownLayer, LayerKey, state_axes
 from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
 from hybridkv.plan import Row
@@ -131,6 +130,7 @@ def _place_state(
 ) -> tuple[StoredLayer, torch.Tensor, PageGrid]:
     """vLLM has the parts of a state end to end, each contiguous."""
     assert isinstance(known.ours, LinearState)
+    assert isinstance(known.theirs, MambaSpec)
     block_bytes = tensor.stride(0) * tensor.itemsize
     sizes = [
         prod(shape) * dtype.itemsize for shape, dtype in zip(known.theirs.shapes, known.theirs.dtypes, strict=True)
@@ -141,8 +141,7 @@ def _place_state(
             f"{sum(sizes)} bytes as one run, which is not supported"
         )
     starts = {part.name: sum(sizes[:number]) for number, part in enumerate(known.ours.parts)}
-    shapes = zip(known.ours.parts, known.theirs.shapes, strict=True)
-    strides = {part.name: _strides(part, shape, known) for part, shape in shapes}
+    strides = {part.name: _strides(part, known.theirs) for part in known.ours.parts}
     fields = []
     for (part, run), held in zip(layer.parts, _runs_before(layer), strict=True):
         first, *others = strides[part.name]
@@ -166,16 +165,13 @@ def _runs_before(layer: StoredLayer) -> list[int]:
     return before
 
 
-def _strides(part: Part, shape: tuple[int, ...], known: KnownLayer) -> list[int]:
-    """Distances along each axis of our part in vLLM's contiguous tensor of `shape`."""
-    size = part.dtype.nbytes
-    if part.name == "conv":
-        channels, taps = part.shape
-        return [taps * size, size] if is_conv_state_dim_first() else [size, channels * size]
-    if known.theirs.mamba_type is MambaAttentionBackendEnum.GDN_ATTN:
-        _, columns, rows = shape  # values x keys; ours is keys x values
-        return [rows * columns * size, size, rows * size]
-    return [prod(part.inner[number:]) * size for number in range(len(part.inner) + 1)]
+def _strides(part: Part, theirs: MambaSpec) -> list[int]:
+    """Distances along each axis of our part in vLLM's contiguous tensor."""
+    strides, size = [0] * len(part.shape), part.dtype.nbytes
+    for axis in reversed(state_axes(part, theirs)):
+        strides[axis] = size
+        size *= part.shape[axis]
+    return strides
 
 
 def _is_contiguous(axes: Sequence[Axis], size: int) -> bool:
