@@ -2,7 +2,8 @@
 
 After a fault the store is skipped: lookups return False and nothing is written. The backoff is 1 s, doubled up to 60 s;
 after each backoff one trial is let through: a write, or lookups until a read has succeeded or failed. Reads and writes
-have separate breakers: a full disk can still be read. Objects that are missing, corrupt or of an unknown format are not faults.
+have separate breakers: a full disk can still be read. Objects that are missing, corrupt or of an unknown format are not
+faults.
 """
 
 from __future__ import annotations
