@@ -103,7 +103,7 @@ def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
 
 def _layer_number(name: str) -> int:
     try:
-        return extract_layer_index(name)
+        return int(extract_layer_index(name))
     except (AssertionError, IndexError):
         raise InputError(
             f"vLLM keeps a cache for {name}, and the name does not say for which layer; this model is not supported"
