@@ -77,6 +77,7 @@ def test_where_chunks_are_cut() -> None:
     assert cut(0, 1500, 1500, 0, []) == 1488, "no grid"
     assert cut(0, 1500, 1500, 0, [845, 1500, -3, 10**9]) == 832, "a breakpoint, rounded down to a block"
     assert cut(480, 1020, 1500, 512, []) == 1024 - 480, "a chunk of 32 tokens is not worth a state"
+    assert cut(512, 448, 960, 512, [560]) == 48, "but a breakpoint is wanted"
     assert cut(1500, 1, 1500, 512, []) == 1, "decoding"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LEAST_TOKENS = 64
-"""A chunk is not cut closer than this to its start: a state saves at least so many tokens."""
+"""A chunk is not cut closer than this to its start, but for breakpoints: a state saves at least so many tokens."""
 CHECKPOINT_TOKENS = "checkpoint_tokens"
 """Field of `kv_connector_extra_config`."""
 DEFAULT_CHECKPOINT_TOKENS = 512
@@ -70,6 +70,6 @@ def cut(start: int, count: int, num_prompt_tokens: int, grid: int, breakpoints: 
         return count
     last = (num_prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     on_grid = [-(-(start + _LEAST_TOKENS) // grid) * grid] if grid else []
-    places = [last, *on_grid, *(point // BLOCK_TOKENS * BLOCK_TOKENS for point in breakpoints)]
-    inside = [place - start for place in places if start + _LEAST_TOKENS <= place < start + count]
-    return min(inside, default=count)
+    places = [place for place in (last, *on_grid) if place >= start + _LEAST_TOKENS]
+    places += [point // BLOCK_TOKENS * BLOCK_TOKENS for point in breakpoints]
+    return min((place - start for place in places if start < place < start + count), default=count)

@@ -87,6 +87,8 @@ class WorkerHalf:
         assert self._memory is not None
         assert self._orders is not None
         orders, self._orders.loads = self._orders.loads, []
+        if not orders:
+            return
         tasks: list[tuple[int, Callable[[], None]]] = []
         for order in orders:
             _, fetched = self._fetches[order.request]
