@@ -93,15 +93,26 @@ class _Probes:
 def _place_tokens(
     known: KnownLayer, layer: StoredLayer, tensor: torch.Tensor, lattices: tuple[Lattice, Lattice], block_tokens: int
 ) -> tuple[StoredLayer, torch.Tensor, PageGrid]:
-    fields, grid = [], PageGrid(1, 1, 1)
+    fields, slab_bytes = [], tensor.stride(0) * tensor.itemsize
+    grid = PageGrid(slab_bytes, 1, slab_bytes)
     for (part, _), lattice in zip(layer.parts, lattices, strict=True):
-        blocks, tokens, *heads, elements = lattice.axes
+        _, tokens, *heads, elements = lattice.axes
         pages, in_page = _cut(known.name, tokens, block_tokens)
-        grid = PageGrid(blocks[0].stride, pages.size, pages.stride)
-        (head_stride,) = [axis[0].stride for axis in heads if axis] or [0]
+        grid = PageGrid(slab_bytes, pages.size, pages.stride)
+        head_stride = _head_stride(known.name, [axis for digits in heads for axis in digits], slab_bytes)
         inner = () if elements == (Axis(part.inner[0], tensor.itemsize),) else elements
         fields.append(Field(lattice.offset, head_stride, in_page, part.inner[0] * tensor.itemsize, inner, pages.stride))
     return replace(layer, fields=tuple(fields)), _bytes_of(tensor, grid.slab_bytes), grid
+
+
+def _head_stride(name: str, heads: Sequence[Axis], slab_bytes: int) -> int:
+    """Distance of two heads. Latents have none, and a single head needs none."""
+    if len(heads) > 1 or any(axis.size * axis.stride > slab_bytes for axis in heads):
+        raise InputError(
+            f"{name}: the heads of vLLM's blocks lie outside of them, or at unequal distances, which is not supported; "
+            f"set VLLM_KV_CACHE_LAYOUT to LBHNC, or choose another attention backend"
+        )
+    return heads[0].stride if heads else 0
 
 
 def _cut(name: str, tokens: Sequence[Axis], block_tokens: int) -> tuple[Axis, tuple[Axis, ...]]:
