@@ -18,7 +18,7 @@ MORE := 0.7
 
 .PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-form prove-store prove-stream prove-taps \
+	prove-cache prove-engine prove-form prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
@@ -116,6 +116,10 @@ prove-store: setup ## Processes killed while they write to one directory: 1,000 
 # Files of hidden states, and `hybridkv extract` on a tiny model: both are killed, and both write random samples.
 prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, then resumed
 	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"
+
+# Each round: random requests, aborts and faults of the store in a real vLLM, every reply checked. Minutes for each model.
+prove-vllm: setup-vllm ## The connector in vLLM on a store with random faults: 40 rounds of each model
+	HYBRIDKV_VLLM_ROUNDS=40 $(VLLM_BIN)/pytest tests_vllm/test_connector_faults.py -k random
 
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
-from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
+from hybridkv.stream.lattice import Lattice
 
 NUM_BLOCKS = 5
 NUM_LAYERS = 3

@@ -28,12 +28,12 @@ from vllm.v1.kv_cache_interface import (
 from hybridkv.errors import InputError
 from hybridkv.integrations.vllm import catalogue, placement
 from hybridkv.integrations.vllm.catalogue import make_catalogue
-from hybridkv.integrations.vllm.lattice import Lattice, lattice
 from hybridkv.integrations.vllm.pages import LayerPages
 from hybridkv.integrations.vllm.placement import place
 from hybridkv.stream import Catalogue
 from hybridkv.stream.boxes import Axis, Span
 from hybridkv.stream.form import Chunk, StoredGroup
+from hybridkv.stream.lattice import Lattice, lattice
 
 PAGE = 16
 Index = Any

@@ -20,9 +20,9 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec
 
 from hybridkv.integrations.vllm import probe
-from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
 from hybridkv.stream.boxes import Axis
+from hybridkv.stream.lattice import Lattice
 
 
 def check_cpu(

@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm.v1.attention.ops.paged_attn import PagedAttention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec
 
-from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.stream.boxes import Axis
+from hybridkv.stream.lattice import Lattice
 
 # What stands in for their kernels:
 

@@ -16,13 +16,13 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybridkv.errors import InputError
 from hybridkv.integrations.vllm.groups import KnownLayer, LayerKey, state_axes
-from hybridkv.integrations.vllm.lattice import Lattice
 from hybridkv.integrations.vllm.probe import probe_kv, probe_latent
 from hybridkv.plan import Row
 from hybridkv.spec import LatentAttention, LinearState, Part
 from hybridkv.stream import Catalogue
 from hybridkv.stream.boxes import Axis, PageGrid
 from hybridkv.stream.form import Chunk, Field, StoredGroup, StoredLayer
+from hybridkv.stream.lattice import Lattice
 
 BEFORE_ALL_LAYERS = -1
 AFTER_ALL_LAYERS = 1 << 20

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridkv.integrations.vllm.lattice import Lattice, lattice
 from hybridkv.stream.boxes import Axis
+from hybridkv.stream.lattice import Lattice, lattice
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention, MLAAttention

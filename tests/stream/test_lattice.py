@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hybridkv.integrations.vllm.lattice import Lattice, lattice
 from hybridkv.stream.boxes import Axis
+from hybridkv.stream.lattice import Lattice, lattice
 
 AXES = st.lists(st.builds(Axis, st.integers(2, 5), st.integers(-40, 600)), max_size=3).map(tuple)
 LATTICES = st.builds(Lattice, st.integers(0, 10_000), st.lists(AXES, max_size=4).map(tuple))
