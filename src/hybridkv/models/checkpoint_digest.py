@@ -52,22 +52,26 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object: name a model's directory")
     return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, type with shape, and digest of each tensor in a safetensors file."""
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        size = int.from_bytes(mapped[:8], "little")
-        try:
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            size = int.from_bytes(mapped[:8], "little")
             header = json.loads(mapped[8 : 8 + size])
             header.pop("__metadata__", None)
             for name, about in header.items():
-                start, end = (8 + size + offset for offset in about["data_offsets"])
-                with memoryview(mapped) as view, view[start:end] as data:
+                first, last = about["data_offsets"]
+                if not 0 <= first <= last <= len(mapped) - 8 - size:
+                    raise ValueError(f"no bytes {first} to {last} for {name}")
+                with memoryview(mapped) as view, view[8 + size + first : 8 + size + last] as data:
                     yield name, f"{about['dtype']} {about['shape']}", xxh3_128(data).digest()
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{file} is cut off or damaged ({error}); get it again") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{file} is cut off or damaged ({error}); get it again") from None
 
 
 def _digest_of(file: Path) -> bytes:

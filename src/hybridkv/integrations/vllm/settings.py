@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -44,7 +45,7 @@ def read_settings(config: VllmConfig) -> Settings:
             raise InputError(f"HybridKVConnector does not support {name}: leave it off, or run vLLM without a store")
     store = given.pop("store", None)
     store = [store] if isinstance(store, str) else store
-    if not isinstance(store, list) or not store or not all(isinstance(url, str) for url in store):
+    if not isinstance(store, list) or not store or not all(url and isinstance(url, str) for url in store):
         raise InputError(
             f"kv_connector_extra_config: store is {store!r}; name one or more, the fastest first: "
             '{"store": ["memory://?size=4GiB", "file:///path?size=200GiB"]}'
@@ -61,7 +62,7 @@ def read_settings(config: VllmConfig) -> Settings:
         separate=config.parallel_config.world_size > 1 or _executor(config) not in (None, "uni"),
     )
     if (grid := given.pop("checkpoint_tokens", 0)) and (not isinstance(grid, int) or grid < 0 or grid % 16):
-        raise InputError(f"kv_connector_extra_config: checkpoint_tokens is {grid!r}; expected a multiple of 16, or 0")
+        raise _wrong("checkpoint_tokens", grid, "a multiple of 16, or 0")
     if given:
         known = "store, staging, waiting, layerwise, checkpoint_tokens, lookup_timeout_s, load_timeout_s"
         raise InputError(f"kv_connector_extra_config: no setting {next(iter(given))!r}; there are {known}")
@@ -98,21 +99,28 @@ def _executor(config: VllmConfig) -> Any:
 
 def _size(given: dict[str, Any], name: str, default: str) -> int:
     value = given.pop(name, default)
-    return parse_size(value) if isinstance(value, str) else _number(value, name, "a size such as '2GiB'", int)
+    try:
+        size = parse_size(value) if isinstance(value, str) else value
+    except InputError:
+        size = None
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise _wrong(name, value, "a size such as '2GiB'")
+    return size
 
 
 def _seconds(given: dict[str, Any], name: str, default: float) -> float:
-    return float(_number(given.pop(name, default), name, "seconds", (int, float)))
-
-
-def _number(value: Any, name: str, expected: str, kinds: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-        raise InputError(f"kv_connector_extra_config: {name} is {value!r}; expected {expected}")
-    return value
+    value = given.pop(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+        raise _wrong(name, value, "seconds")
+    return float(value)
 
 
 def _flag(given: dict[str, Any], name: str, default: bool) -> bool:
     value = given.pop(name, default)
     if not isinstance(value, bool):
-        raise InputError(f"kv_connector_extra_config: {name} is {value!r}; expected true or false")
+        raise _wrong(name, value, "true or false")
     return value
+
+
+def _wrong(name: str, value: object, expected: str) -> InputError:
+    return InputError(f"kv_connector_extra_config: {name} is {value!r}; expected {expected}")
