@@ -103,11 +103,12 @@ def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
 
 def _layer_number(name: str) -> int:
     try:
-        return extract_layer_index(name)
+        number: int = extract_layer_index(name)
     except (AssertionError, IndexError):
         raise InputError(
             f"vLLM keeps a cache for {name}, and the name does not say for which layer; this model is not supported"
         ) from None
+    return number
 
 
 def _members(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
