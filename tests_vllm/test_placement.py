@@ -160,12 +160,6 @@ def probe_of(formula: Formula) -> Callable[[Any, torch.Tensor], tuple[Lattice, L
     return probe
 
 
-def small_catalogue(family: Family, monkeypatch: pytest.MonkeyPatch, tp: int = 1, rank: int = 0) -> Catalogue:
-    """As for any memory: a tiny model has so many pages in a large one that its plan takes long."""
-    monkeypatch.setattr(catalogue, "_ANY_MEMORY", 1 << 24)
-    return make_catalogue(family.model(tp, rank))
-
-
 def memory(
     family: Family,
     monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +175,7 @@ def memory(
     specs, layers = family.specs(tp), family.layers(tp, rank)
     raw, tensors = allocate(specs, layout, kernel_block)
     modules = {name: SimpleNamespace(impl=None, spec=spec) for name, spec in specs.items()}
-    stored = small_catalogue(family, monkeypatch, tp, rank)
+    stored = make_catalogue(family.model(tp, rank))
     buffers = place(stored, layers, tensors, modules)
     names = {(key.layer, key.is_state): one.name for key, one in layers.items()}
     return Memory(raw, tensors, names, specs, stored, LayerPages(buffers))
@@ -299,7 +293,7 @@ def placed_with(monkeypatch: pytest.MonkeyPatch, found: tuple[Lattice, Lattice] 
     monkeypatch.setattr(placement, "probe_kv", lambda module, tensor: found)
     _, tensors = allocate(family.specs(1), KVCacheLayout.LBHNC, None)
     modules = {name: SimpleNamespace(impl=None) for name in tensors}
-    place(small_catalogue(family, monkeypatch), family.layers(), tensors, modules)
+    place(make_catalogue(family.model()), family.layers(), tensors, modules)
 
 
 def test_a_layout_that_no_probe_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +334,7 @@ def test_a_state_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     for wrong in (lambda state: state[..., :100], lambda state: torch.cat([state, state], -1)[..., ::2]):
         states = {name: wrong(t) if isinstance(specs[name], MambaSpec) else t for name, t in tensors.items()}
         with pytest.raises(InputError, match=r"model\.layers\.0\.conv: .*256 bytes"):
-            place(small_catalogue(family, monkeypatch), family.layers(), states, modules)
+            place(make_catalogue(family.model()), family.layers(), states, modules)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,16 @@ from hybridkv.stream import Catalogue
 
 BLOCK_TOKENS = 16
 """Tokens of a stored block, whatever vLLM's own block is."""
-_ANY_MEMORY = 1 << 40
-"""A catalogue is the same for every size of memory."""
+_ENOUGH_CHECKPOINTS = 1024
+"""A plan needs memory for some. The catalogue is the same for every size."""
 _SAME_STATES = {"qwen3_next"}
 """Families whose states were compared with those of an embedded engine. Other states are shared between vLLMs only."""
 
 
 def make_catalogue(model: ModelSpec, identity: str = "") -> Catalogue:
-    plan = make_plan(model, PlanOptions(_ANY_MEMORY, BLOCK_TOKENS, row_layers=1))
+    tokens = BLOCK_TOKENS * (model.kv_bytes_per_token + model.local_bytes_per_token)
+    memory = _ENOUGH_CHECKPOINTS * (model.checkpoint_bytes(BLOCK_TOKENS) + tokens)
+    plan = make_plan(model, PlanOptions(memory, BLOCK_TOKENS, row_layers=1))
     return Catalogue(plan, CacheLayout.from_plan(plan), identity)
 
 
