@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybridkv.errors import InputError
-from hybridkv.integrations.vllm import catalogue, placement
+from hybridkv.integrations.vllm import placement
 from hybridkv.integrations.vllm.catalogue import make_catalogue
 from hybridkv.integrations.vllm.pages import LayerPages
 from hybridkv.integrations.vllm.placement import place
