@@ -74,6 +74,19 @@ def test_turns_of_a_conversation(engine: Engine, oracle: Oracle, directory: Path
         oracle.check(reply)
 
 
+def test_a_window_that_was_loaded_in_part_is_not_shared_as_a_whole(
+    engine: Engine, oracle: Oracle, directory: Path
+) -> None:
+    """A load fills a window from its first visible token on. vLLM must not take that block for one it can share."""
+    prompt = tokens(700, seed=60)
+    first = engine.ask(prompt)
+    forget(engine, directory)
+    oracle.check(first)
+    oracle.check(engine.ask(prompt))
+    for count in (640, 512, 384):  # ends of vLLM's blocks; it has all of them in its own cache now
+        oracle.check(engine.ask(prompt[:count] + tokens(50, seed=61)), exact=False)
+
+
 def test_several_at_once(engine: Engine, oracle: Oracle, directory: Path) -> None:
     """Some are found, some are not, and they arrive while others are computed or looked up."""
     common = tokens(270, seed=40)

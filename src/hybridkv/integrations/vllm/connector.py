@@ -120,7 +120,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        self._scheduler.allocated(request, num_external_tokens)
+        partly = self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if partly:
+            assert self._kv_cache_manager is not None
+            self._kv_cache_manager.evict_blocks(partly)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         assert self._scheduler is not None

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybridkv.errors import InputError
+from hybridkv.sight import EVERYTHING, Sight
 from hybridkv.spec import (
     AttentionLayer,
     ChunkedLocal,
@@ -47,6 +48,8 @@ class Table(NamedTuple):
     """Index among the block ids that vLLM passes around."""
     block_tokens: int
     is_state: bool
+    sight: Sight = EVERYTHING
+    """What its layers see."""
 
     @property
     def name(self) -> str:
@@ -78,14 +81,16 @@ def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> 
             key = LayerKey(_layer_number(name), isinstance(spec, MambaSpec))
             if key not in expected or key in found:
                 raise InputError(f"vLLM keeps a cache for {name} of {model.name}, which hybridkv does not know")
-            table = Table(number, group.kv_cache_spec.block_size, key.is_state)
+            ours = expected[key]
+            sight = ours.sight if isinstance(ours, AttentionLayer) else EVERYTHING
+            table = Table(number, group.kv_cache_spec.block_size, key.is_state, sight)
             if not key.is_state and table.block_tokens % block_tokens:
                 raise InputError(
                     f"vLLM's blocks of {table.block_tokens} tokens ({name}) cannot be cut into blocks of "
                     f"{block_tokens}: set --block-size to a multiple of {block_tokens}"
                 )
-            _check(name, spec, expected[key])
-            found[key] = KnownLayer(name, table, spec, expected[key])
+            _check(name, spec, ours)
+            found[key] = KnownLayer(name, table, spec, ours)
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise InputError(f"vLLM keeps no cache for layer {missing[0].layer} of {model.name}, which needs one")
@@ -135,9 +140,9 @@ def _check(name: str, theirs: KVCacheSpec, ours: LayerSpec) -> None:
 
 
 def _check_sight(name: str, theirs: KVCacheSpec, ours: AttentionLayer) -> None:
-    """vLLM may keep more tokens than a layer sees."""
-    local = {SlidingWindow: (SlidingWindowSpec,), ChunkedLocal: (ChunkedLocalAttentionSpec,)}.get(type(ours), ())
-    _expect(name, "kind", type(theirs), (*local, FullAttentionSpec))
+    """A window that vLLM keeps like full attention is refused: a load fills what is seen, and vLLM would share all."""
+    kinds = {SlidingWindow: SlidingWindowSpec, ChunkedLocal: ChunkedLocalAttentionSpec}
+    _expect(name, "kind", type(theirs), (kinds.get(type(ours), FullAttentionSpec),))
     _expect(name, "window", getattr(theirs, "sliding_window", None), (ours.sight.window,))
     _expect(name, "chunk", getattr(theirs, "attention_chunk_size", None), (ours.sight.chunk,))
 

@@ -181,14 +181,17 @@ class SchedulerHalf:
         self._staged_bytes -= tracked.staged_bytes
         tracked.staged_bytes = 0
 
-    def allocated(self, request: Request, num_external: int) -> None:
-        """vLLM has given a request blocks. `num_external`: tokens that it expects from us; another may supply them."""
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], num_external: int) -> set[int]:
+        """vLLM has given a request blocks. `num_external`: tokens that it expects from us; another may supply them.
+
+        Returns blocks that vLLM must not share: those that the load fills only in part.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.stage is not Stage.READY:
-            return
+            return set()
         if not num_external:
             self._end_fetch(tracked)
-            return
+            return set()
         self._loads[request.request_id] = tracked.end - num_external
         self.counts["hit"] += 1
         self.counts["hit_tokens"] += num_external
@@ -196,6 +199,16 @@ class SchedulerHalf:
             self.counts[f"bytes {group}"] += nbytes
         self._release_staging(tracked)
         tracked.stage = Stage.DONE
+        return self._filled_in_part(tracked.end - num_external, tracked.end, block_ids)
+
+    def _filled_in_part(self, start: int, end: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
+        """The first block of each window: what is before the first visible token is not loaded."""
+        found = set()
+        for table in self._tables:
+            number, tokens = divmod(max(start, table.sight.first_visible(end)), table.block_tokens)
+            if table.sight.is_local and tokens >= BLOCK_TOKENS:
+                found.add(block_ids[table.number][number])
+        return found
 
     def reported(self, output: KVConnectorOutput) -> None:
         report = output.kv_connector_worker_meta
