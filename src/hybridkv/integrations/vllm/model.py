@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
@@ -23,7 +22,7 @@ def model_spec(config: VllmConfig, kv_cache_config: KVCacheConfig, rank: int) ->
     """The model as hybridkv describes it, with the dtypes that vLLM computes in."""
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    described = _plain(model.hf_config.to_dict()) | {"dtype": dtype}
+    described = json.loads(model.hf_config.to_json_string(use_diff=False)) | {"dtype": dtype}
     if isinstance(described.get("text_config"), dict):
         described["text_config"]["dtype"] = dtype
     states = {spec.dtypes[-1] for spec in layer_specs(kv_cache_config).values() if isinstance(spec, MambaSpec)}
@@ -59,11 +58,3 @@ def _hub_directory(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ConfigError(f"no files of {name!r} on this machine ({error}): name a directory with the model") from None
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with torch dtypes as strings."""
-    return {
-        key: _plain(value) if isinstance(value, dict) else str(value) if isinstance(value, torch.dtype) else value
-        for key, value in config.items()
-    }
