@@ -11,6 +11,8 @@ from engines import Engine, Request, file_url, tokens, transfer_config
 from oracle import Oracle
 from shelves import forget, verify, wait_until_quiet
 
+from hybridkv.store import inspect_store
+
 SHARED = tokens(560, seed=1)
 LONG = tokens(700, seed=2)
 FIRST_TURN = tokens(300, seed=3)
@@ -36,6 +38,22 @@ def test_a_prompt_sent_again_is_found_to_its_last_token(engine: Engine, oracle: 
     assert again.tokens == first.tokens
     oracle.check(first)
     oracle.check(again)
+
+
+def test_what_is_found_counts_as_used(engine: Engine, directory: Path) -> None:
+    """So that the store evicts it later."""
+    prompt = tokens(600, seed=70)
+    engine.ask(prompt)
+    forget(engine, directory)
+    before = used_at(directory)
+    assert engine.ask(prompt).cached
+    wait_until_quiet(directory)
+    assert any(time > before[name] for name, time in used_at(directory).items() if name in before)
+
+
+def used_at(directory: Path) -> dict[object, float]:
+    with inspect_store(f"file://{directory}") as store:
+        return {stored.name: stored.used_at for stored in store.objects()}
 
 
 def test_a_longer_prompt_goes_on_where_the_other_ended(engine: Engine, oracle: Oracle, directory: Path) -> None:

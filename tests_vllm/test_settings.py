@@ -29,7 +29,12 @@ def config(
             "prefill_context_parallel_size": 1,
             "distributed_executor_backend": "uni",
         },
-        "cache_config": {"cache_dtype": "auto", "mamba_cache_mode": "align"},
+        "cache_config": {
+            "cache_dtype": "auto",
+            "mamba_cache_mode": "align",
+            "prefix_match_unit": None,
+            "kv_sharing_fast_prefill": False,
+        },
         "model_config": {"dtype": torch.bfloat16, "is_hybrid": True, "runner_type": "generate"},
         "load_config": {"load_format": "auto"},
     }
@@ -120,6 +125,8 @@ def test_processes(parallel: dict[str, Any], separate: bool) -> None:
     ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size"),
     ({"cache_config": {"cache_dtype": "fp8"}}, "a quantised KV cache (kv_cache_dtype 'fp8')"),
     ({"cache_config": {"cache_dtype": "float16"}}, "kv_cache_dtype 'float16'"),
+    ({"cache_config": {"prefix_match_unit": 32}}, "prefix_match_unit 32"),
+    ({"cache_config": {"kv_sharing_fast_prefill": True}}, "kv_sharing_fast_prefill"),
     ({"cache_config": {"mamba_cache_mode": "none"}}, "mamba_cache_mode 'none'; use 'align'"),
     ({"cache_config": {"mamba_cache_mode": "all"}}, "mamba_cache_mode 'all'; use 'align'"),
     ({"load_config": {"load_format": "dummy"}}, "load_format 'dummy'"),
