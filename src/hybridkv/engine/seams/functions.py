@@ -73,6 +73,9 @@ def _delta_rule(scan: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        shared = value.shape[2] // key.shape[2]
+        if shared > 1:  # transformers 5.23 leaves it to this function that value heads share queries and keys
+            query, key = query.repeat_interleave(shared, dim=2), key.repeat_interleave(shared, dim=2)
         out = scan(query[0], key[0], value[0], g[0], beta[0], use_qk_l2norm_in_kernel)
         return out[None], _nothing(out)
 
