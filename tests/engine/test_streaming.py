@@ -121,6 +121,7 @@ def test_a_restart_with_other_options_finds_its_objects_or_none(
 
 
 def test_equal_weights_are_one_model_wherever_they_were_loaded_from(tmp_path: Path) -> None:
+    """Directories are known by their files, as in vLLM; a model in memory by its tensors, so the two do not meet."""
     model = fresh("falcon_h1")
     found = []
     for name in ("here", "there"):
@@ -131,8 +132,8 @@ def test_equal_weights_are_one_model_wherever_they_were_loaded_from(tmp_path: Pa
         found.append(ask(engine).cached_tokens)
     with Engine(model, memory="8MiB", device="cpu", store=url(tmp_path / "store")) as engine:
         found.append(ask(engine).cached_tokens)
-    assert found == [0, 288, 288, 288]
-    assert len(namespaces(tmp_path / "store")) == 1
+    assert found == [0, 288, 0, 288]
+    assert len(namespaces(tmp_path / "store")) == 2
 
 
 def test_a_store_knows_what_people_call_the_model(tmp_path: Path) -> None:
@@ -143,9 +144,10 @@ def test_a_store_knows_what_people_call_the_model(tmp_path: Path) -> None:
         model.save_pretrained(path)
     names = []
     for source in (tmp_path / "my-llama", f"{tmp_path}/my-llama/.", snapshot, model):
-        with Engine(source, memory="8MiB", device="cpu", store=url(tmp_path / "store")) as engine:
+        directory = tmp_path / ("store of a model in memory" if source is model else "store")
+        with Engine(source, memory="8MiB", device="cpu", store=url(directory)) as engine:
             ask(engine)
-        with inspect_store(f"file://{tmp_path}/store") as store:
+        with inspect_store(f"file://{directory}") as store:
             (about,) = store.descriptions().values()
         names.append(about["model"])
     assert names == ["my-llama", "my-llama", "Some/Llama-1B", "LlamaForCausalLM"]

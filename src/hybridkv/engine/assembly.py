@@ -60,7 +60,7 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     streaming = None
     if store is not None:
         allow_many_files()
-        catalogue = Catalogue(plan, layout, loaded.identity)
+        catalogue = Catalogue(plan, layout, loaded.store_identity)
         streamer = Streamer(store, catalogue, page_bytes(memory.buffer), load_timeout_s=settings.load_timeout_s)
         streaming = Streaming(streamer, cache, settings.stream)
         runner.observe(streaming)

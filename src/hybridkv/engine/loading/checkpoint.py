@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.loading.families import check_supported
-from hybridkv.engine.loading.identity import identity_of, model_name
+from hybridkv.engine.loading.identity import model_identity, model_name, store_identity
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError, InputError
@@ -43,7 +43,9 @@ class LoadedModel:
     max_model_len: int
     eos_ids: frozenset[int]
     identity: str
-    """Digest of the weights and configuration; empty if it was not requested."""
+    """Digest of the weights and configuration; empty if it was not needed yet."""
+    store_identity: str
+    """The identity under which its KV is stored; empty if it was not requested."""
 
     def compute(self) -> Compute:
         """The cost of computing its tokens."""
@@ -80,7 +82,8 @@ def load(
         loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
     loaded = loaded.to(where).eval()
     will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
-    identity = identity_of(loaded, path) if with_identity or will_pack else ""  # packed weights have another form
+    identity = model_identity(loaded) if will_pack else ""  # packed weights have another form
+    stored_as = store_identity(loaded, path) if with_identity else ""
     if will_pack:
         pack_weights(loaded)
     spec = read_config(
@@ -101,6 +104,7 @@ def load(
         max_model_len=_max_model_len(text),
         eos_ids=_eos_ids(loaded, found),
         identity=identity,
+        store_identity=stored_as,
     )
 
 

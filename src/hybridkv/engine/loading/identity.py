@@ -1,7 +1,7 @@
 """Identity and name of a model.
 
-The identity is a digest of weights and configuration. It does not cover the name. A model that was loaded from a
-directory has that of the directory's files, as in vLLM; a model in memory has that of its tensors.
+The identity is a digest: equal for equal weights and configuration, wherever they were loaded from. It does not cover
+the name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from xxhash import xxh3_128
 from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, checkpoint_digest
 
 
-def identity_of(model: PreTrainedModel, path: str | Path | None) -> str:
-    """The identity of a model that was loaded from `path`. None, or the hub: a model in memory."""
+def store_identity(model: PreTrainedModel, path: str | Path | None) -> str:
+    """The identity under which KV is stored: that of the directory's files, as in vLLM. A model in memory has its own.
+
+    `path`: where the model was loaded from.
+    """
     if path is None or not Path(path).is_dir():
         return model_identity(model)
     return checkpoint_digest(Path(path), str(model.dtype).removeprefix("torch."))
