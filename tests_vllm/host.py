@@ -156,6 +156,10 @@ class Engine:
                 raise TimeoutError(f"after {steps} steps the engine still has requests: {self._scheduler.requests}")
         return steps
 
+    def reset_connector(self) -> bool:
+        """As after new weights."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
     def reset(self) -> bool:
         """Forget vLLM's own prefix cache."""
         self.settle()

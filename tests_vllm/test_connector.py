@@ -51,6 +51,20 @@ def test_what_is_found_counts_as_used(engine: Engine, directory: Path) -> None:
     assert any(time > before[name] for name, time in used_at(directory).items() if name in before)
 
 
+def test_nothing_is_found_after_a_reset_of_the_connector(engine: Engine, oracle: Oracle, directory: Path) -> None:
+    """As after new weights. What is computed then is found again."""
+    prompt = tokens(600, seed=180)
+    replies = [engine.ask(prompt)]
+    forget(engine, directory)
+    assert engine.call("reset_connector")
+    for _ in range(2):
+        replies.append(engine.ask(prompt))
+        forget(engine, directory)
+    assert [reply.cached > 0 for reply in replies] == [False, False, True]
+    for reply in replies:
+        oracle.check(reply)
+
+
 def used_at(directory: Path) -> dict[object, float]:
     with inspect_store(f"file://{directory}") as store:
         return {stored.name: stored.used_at for stored in store.objects()}

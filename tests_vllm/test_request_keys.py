@@ -104,6 +104,8 @@ def test_adapters(tmp_path: Path) -> None:
     assert plain == keys(**lora("sql", copy)), "the same files elsewhere"
     assert not same(plain, keys(**lora("chat", first)))
     assert not same(plain, keys(**lora("sql", retrained)))
+    (tmp_path / "copy" / "adapter_model.safetensors").write_bytes(b"other weights")
+    assert not same(plain, keys(**lora("sql", copy))), "replaced in its place"
     assert not same(plain, keys(**lora("sql", rescaled)))
     assert not same(plain, keys(cache_salt="tenant", **lora("sql", first)))
 

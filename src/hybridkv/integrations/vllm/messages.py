@@ -66,7 +66,7 @@ class StepOrders(KVConnectorMetadata):
     """Everything that workers do in one step."""
 
     identity: str
-    """Of the weights. A worker learns it here: only the scheduler computes it."""
+    """The weights' identity. A worker learns it here: only the scheduler computes it."""
     fetches: list[FetchOrder] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
     """Requests whose fetched bytes are not needed any more."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _LEAST_MEDIA_TOKENS = 8
 """A digest of a media item takes the place of its tokens. Fewer tokens cannot hold 256 bits."""
-_adapters: dict[tuple[str, str], str] = {}
+_adapters: dict[tuple[object, ...], str] = {}
+"""Digests of adapters, by path and stamp."""
 
 
 class RequestTokens:
@@ -56,14 +57,23 @@ def _extra_keys(request: Request) -> list[str]:
     lora = request.lora_request
     if lora is None:
         return []
-    key = (lora.lora_name, lora.lora_path)
+    key = (lora.lora_path, _stamp(Path(lora.lora_path)))
     if key not in _adapters:
-        _adapters[key] = f"{lora.lora_name} {_adapter_digest(lora.lora_path)}"
-    return [f"lora {_adapters[key]}"]
+        _adapters[key] = _adapter_digest(lora.lora_path)
+    return [f"lora {lora.lora_name} {_adapters[key]}"]
+
+
+def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes when an adapter is replaced in its place: names, times and sizes of its files."""
+    try:
+        found = [(file.name, file.stat()) for file in sorted(directory.iterdir()) if file.is_file()]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in found)
 
 
 def _adapter_digest(path: str) -> str:
-    """Of the adapter's files: another adapter may get the same name."""
+    """A digest of the adapter's files: another adapter may get the same name."""
     try:
         return directory_digest(Path(path), "adapter_config.json")
     except (ConfigError, OSError):

@@ -315,9 +315,13 @@ class SchedulerHalf:
         return BlockTable(start, list(ids[start : last + 1]))
 
     def reset(self) -> None:
-        """Forget all that is stored: the weights may have changed. Objects get names that no other engine has."""
+        """Forget all that is stored: the weights may have changed. Objects get names that no other engine has.
+
+        Nothing more is saved of running requests: some of their KV is of the old weights.
+        """
         for tracked in self._tracked.values():
             self._end_fetch(tracked)
+        self._tracked = {}
         self._identity = f"{self._base_identity} reset {token_hex(8)}"
         self._catalogue.identify(self._identity)
         self._orders.identity = self._identity

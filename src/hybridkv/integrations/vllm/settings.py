@@ -88,8 +88,7 @@ def _unsupported(config: VllmConfig) -> Mapping[str, bool]:
         f"states outside of blocks (mamba_cache_mode {cache.mamba_cache_mode!r}; use 'align')": (
             cache.mamba_cache_mode not in ("align", "none") or (model.is_hybrid and cache.mamba_cache_mode == "none")
         ),
-        f"hits inside of vLLM's blocks (prefix_match_unit {cache.prefix_match_unit})": cache.prefix_match_unit
-        is not None,
+        f"vLLM's hits inside of blocks (prefix_match_unit {cache.prefix_match_unit})": bool(cache.prefix_match_unit),
         "a prefill that skips layers (kv_sharing_fast_prefill)": cache.kv_sharing_fast_prefill,
         "weights that are not read from files (load_format 'dummy')": config.load_config.load_format == "dummy",
         f"models that are not decoders (runner {model.runner_type!r})": model.runner_type != "generate",

@@ -196,7 +196,7 @@ class WorkerHalf:
             assert self._memory is not None
             self._memory.ended(load)
 
-    # --- copies -------------------------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     def _save_request(self, order: SaveOrder) -> PageRequest:
         blocks: dict[str, TablePages] = {}
