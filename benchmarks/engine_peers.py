@@ -180,7 +180,7 @@ class Vllm(Peer):
         )
         self._served = 0
         self.extra_args: dict[str, Any] | None = None
-        """Of the requests to come: what connectors and plugins read."""
+        """What connectors and plugins read of the requests to come."""
 
     def serve(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Record]:
         from vllm import SamplingParams

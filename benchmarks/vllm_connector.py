@@ -46,7 +46,7 @@ DECODED_TOKENS = 64
 
 
 Answers = dict[str, list[dict[str, Any]]]
-"""Of each mode, in the order of the prompts."""
+"""The answers of each mode, in the order of the prompts."""
 
 
 def ask(fleet: Fleet, prompts: Sequence[list[int]], max_tokens: int = 1, store_alone: bool = False) -> Answers:

@@ -75,7 +75,7 @@ def wait_until_struck(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault(kind: str, filled: Engine, oracle: Oracle, directory: Path) -> None:
-    """Of a prompt that is in the store, and of one that is to be stored. Afterwards the store is used again."""
+    """It strikes a prompt that is in the store, and one that is to be stored. Afterwards the store is used again."""
     known, new = [*prompt_for(kind), 9], tokens(290, seed=2000 + KINDS.index(kind))
     free = filled.call("free_blocks")
     filled.call("set_faults", faults=[{"kind": kind}])

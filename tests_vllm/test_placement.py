@@ -108,7 +108,7 @@ class Memory(NamedTuple):
         return self.raw[name].numpy().view(np.uint8)
 
     def start(self, name: str) -> int:
-        """Of a layer's first element, in its allocation."""
+        """Offset of a layer's first element, in its allocation."""
         return self.tensors[name].data_ptr() - self.raw[name].data_ptr()
 
     def write(self, chunk: Chunk, span: Span, row: np.ndarray) -> None:
