@@ -140,8 +140,8 @@ def test_features_of_vllm_that_are_refused(changes: dict[str, Any], names: str) 
 
 
 def test_features_that_look_alike_are_not_refused() -> None:
-    read(cache_config={"cache_dtype": "bfloat16"})
-    read(cache_config={"mamba_cache_mode": "none"}, model_config={"is_hybrid": False})
+    assert read(cache_config={"cache_dtype": "bfloat16"}) == read()
+    assert read(cache_config={"mamba_cache_mode": "none"}, model_config={"is_hybrid": False}) == read()
 
 
 @pytest.mark.parametrize("extra", [{}, {"store": None}, {"store": []}, {"store": ""}, {"store": [FILE, 3]},
