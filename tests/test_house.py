@@ -31,6 +31,7 @@ FLOORS = [
     "store",
     "stream",
     "taps",
+    "link",
     "integrations",
 ]
 FLOORS += ["engine", "demo", "serve", "cli"]
