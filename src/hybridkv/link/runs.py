@@ -148,10 +148,10 @@ class Cutter:
         return begins
 
     def _wanted(self, target: PageTables, table: str, start: int, end: int) -> Ints:
-        """Pages of the target's blocks; the null page for those outside [start, end)."""
+        """Pages of the target's blocks; the null page for those without a token of [start, end)."""
         tokens = self.target.block_tokens
         wanted = _page_array(self.target, table, target.tables.get(table, ()))[: -(-end // tokens)].copy()
-        wanted[: start // tokens] = NULL_PAGE
+        wanted[: start // tokens if start < end else None] = NULL_PAGE
         return wanted
 
     # --- checks -------------------------------------------------------------------------------------------------------
