@@ -1,0 +1,1 @@
+"""Moves KV between two engines: one computes prompts, the other decodes."""
