@@ -1,1 +1,1 @@
-"""Links between engines: which bytes of one arena belong where in another. Pure Python and numpy, no torch."""
+"""Prefill here, decode there: moves the cache of a prompt from one engine's arena into another's, over NIXL."""
