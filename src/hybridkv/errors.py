@@ -94,10 +94,6 @@ class StoreFault(StoreError):  # noqa: N818
     """The store itself fails: a full disk, a lost connection, no permission. It is not used for a while (backoff)."""
 
 
-class LinkMismatch(HybridKVError):  # noqa: N818
-    """Two engines cannot exchange cache pages: their models or layouts differ, or pages that one needs are missing."""
-
-
 def is_disk_failure(error: OSError) -> bool:
     """Whether a write failed because of the disk, and not because of its path."""
     return error.errno in _DISK_FAILS

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.geometry import FORMAT, Geometry
 from hybridkv.link.runs import Cutter, PageTables
 from hybridkv.plan import PlanOptions, make_plan

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.cache import Role
-from hybridkv.errors import HybridKVError, InputError, LinkMismatch
+from hybridkv.errors import HybridKVError, InputError
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.runs import Cutter, PageTables
 from hybridkv.models.reader import read_config
 from hybridkv.plan.layout import ROW_ORDERS

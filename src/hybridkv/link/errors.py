@@ -28,3 +28,7 @@ class Refused(LinkError):  # noqa: N818
         super().__init__(reason)
         self.reason = reason
         self.kind = kind
+
+
+class LinkMismatch(LinkError):  # noqa: N818
+    """Two engines cannot exchange cache pages: their models or layouts differ, or pages that one needs are missing."""

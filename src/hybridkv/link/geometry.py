@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.places import (
     LARGEST,
     FieldPlace,

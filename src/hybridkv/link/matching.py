@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.places import GroupGeometry
 

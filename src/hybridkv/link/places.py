@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.sight import Sight
 from hybridkv.spec import DType
 from hybridkv.stream.boxes import PageGrid

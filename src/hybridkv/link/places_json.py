@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.places import LARGEST, FieldPlace, GroupGeometry, LayerPlace, PartKind, RowPlace, Table
 from hybridkv.sight import Sight
 from hybridkv.spec import DType

@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from hybridkv.cache import NULL_PAGE, Role
-from hybridkv.errors import InputError, LinkMismatch
+from hybridkv.errors import InputError
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.matching import match
 from hybridkv.link.parcels import PARCEL_BYTES, Parcel, Placed, cut

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.cache import Role
-from hybridkv.errors import LinkMismatch
+from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.matching import Match
 from hybridkv.link.places import FieldPlace, GroupGeometry, LayerPlace, RowPlace

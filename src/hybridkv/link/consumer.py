@@ -1,0 +1,271 @@
+"""The consuming half of a link: claims prompts of producers, verifies what lands, and waits until pages are safe.
+
+One thread takes NIXL's messages, watches deadlines and renews leases. A few others make calls to producers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hybridkv.link.agent import Agent
+from hybridkv.link.arrival import Arrival, Stage, Wanted
+from hybridkv.link.errors import LinkError, LinkMismatch, PeerDown, PeerSilent, PeerUnproven, Refused
+from hybridkv.link.messages import decode, pages_to_json
+from hybridkv.link.peers import Peer
+from hybridkv.link.stats import LinkStats
+from hybridkv.workers import Workers
+
+LOG = logging.getLogger("hybridkv.link")
+
+_CALLERS = 4
+_POLL_S = 0.0005
+_SETTLE_EVERY_S = 0.25
+_DEAD_AFTER_S = 1.0
+"""A producer that refused connections twice, this far apart, is dead, and what it sent has landed."""
+_RENEWALS = 4
+"""A lease is renewed at least this often in its time."""
+_RENEW_EVERY_S = 1.0
+"""And this often: a renewal also shows that the producer lives."""
+
+
+class Consumer:
+    """All arrivals of one engine. The engine calls `expect`, `claim` and `give_up` on its thread."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        agent: Agent,
+        arena: memoryview,
+        peers: Sequence[Peer],
+        stats: LinkStats,
+        *,
+        timeout_s: float,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_change`: called on any thread when an arrival is over or settled."""
+        self._engine_id = engine_id
+        self._agent = agent
+        self._arena = arena
+        self._peers = {peer.url: peer for peer in peers}
+        self._stats = stats
+        self._timeout_s = timeout_s
+        self._on_change = on_change
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._arrivals: dict[str, Arrival] = {}
+        """By claim: those that are not over, or not settled."""
+        self._refused_at: dict[str, float] = {}
+        """By claim: when its producer first refused a connection."""
+        self._is_closed = False
+        self._callers = Workers(_CALLERS, "hybridkv-link-call")
+        self._thread = threading.Thread(target=self._run, name="hybridkv-link", daemon=True)
+        self._thread.start()
+        for peer in peers:
+            self._callers.submit(partial(self._warm_up, peer))
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    def expect(self, url: str, request_id: str, *, is_early: bool = False) -> Arrival:
+        """A request has come whose prompt waits at a producer. The producer's lease is renewed from now on."""
+        arrival = Arrival(self._peers[url], request_id, is_early=is_early)
+        with self._changed:
+            self._arrivals[arrival.id] = arrival
+            self._changed.notify()
+        return arrival
+
+    def claim(self, arrival: Arrival, wanted: Wanted) -> None:
+        """Ask for the prompt. Its pages belong to the arrival until it is done, or settled."""
+        arrival.claimed(wanted, self._timeout_s)
+        self._callers.submit(lambda: self._claim(arrival, wanted))
+        with self._changed:
+            self._changed.notify()
+
+    def give_up(self, arrival: Arrival, reason: str) -> None:
+        """The engine needs the prompt no more."""
+        was_waiting = arrival.stage is Stage.WAITING
+        self._fail(arrival, "aborted", reason)
+        if was_waiting:
+            self._callers.submit(lambda: self._release(arrival))
+
+    @property
+    def num_arrivals(self) -> int:
+        return len(self._arrivals)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop. Call after the engine has given up all arrivals: their pages must not be reused after that."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        self._callers.close(timeout_s)
+        for peer in self._peers.values():
+            peer.close()
+
+    # --- calls to producers -------------------------------------------------------------------------------------------
+
+    def _warm_up(self, peer: Peer) -> None:
+        try:
+            peer.connect()
+        except LinkError as error:
+            LOG.warning("%s is not connected yet: %s", peer.url, error)
+
+    def _claim(self, arrival: Arrival, wanted: Wanted) -> None:
+        begin = time.monotonic()
+        try:
+            arrival.peer.connect()
+            try:
+                self._ask(arrival, wanted)
+            except Refused as refused:
+                if refused.kind != "unconnected":
+                    raise
+                arrival.peer.connect(again=True)
+                self._ask(arrival, wanted)
+        except Refused as refused:
+            self._fail(arrival, refused.kind, refused.reason, is_settled=True)
+        except LinkMismatch as error:
+            self._fail(arrival, "mismatch", str(error), is_settled=True)
+        except PeerUnproven as error:
+            self._fail(arrival, "unproven", str(error))
+        except PeerSilent as error:
+            self._fail(arrival, "timeout", str(error))
+        except LinkError as error:
+            self._fail(arrival, "peer", str(error))
+        except BaseException as error:  # a bug: the request computes its prompt instead
+            LOG.exception("a claim has failed")
+            self._fail(arrival, "error", repr(error))
+        self._stats.spent("claim", time.monotonic() - begin)
+
+    def _ask(self, arrival: Arrival, wanted: Wanted) -> None:
+        arrival.full_attention_bytes = arrival.peer.cutter.target.full_attention_bytes(wanted.end)
+        arrival.peer.client.call(
+            "claim",
+            {
+                "engine_id": self._engine_id,
+                "request_id": arrival.request_id,
+                "claim": arrival.id,
+                "num_tokens": wanted.end,
+                "digest": wanted.digest,
+                "sampling": wanted.sampling,
+                "start": wanted.start,
+                "pages": pages_to_json(wanted.pages),
+                "early": arrival.is_early,
+            },
+        )
+
+    def _release(self, arrival: Arrival) -> None:
+        try:
+            arrival.peer.client.call("release", {"request_id": arrival.request_id})
+        except LinkError as error:
+            LOG.debug("release of %s: %s", arrival.request_id, error)
+
+    def _renew(self, peer: Peer, arrivals: Sequence[Arrival]) -> None:
+        try:
+            answer = peer.client.call("renew", {"request_ids": [one.request_id for one in arrivals]})
+        except PeerDown as error:
+            for arrival in arrivals:
+                self._fail(arrival, "peer", str(error))
+            return
+        except LinkError as error:
+            LOG.warning("leases at %s are not renewed: %s", peer.url, error)
+            return
+        known = set(answer["known"])
+        for arrival in arrivals:
+            if arrival.request_id not in known and arrival.stage is Stage.WAITING and not arrival.is_early:
+                self._fail(arrival, "unknown", f"{peer.url} has no prompt {arrival.request_id}: its lease has ended")
+
+    def _settle(self, arrival: Arrival) -> None:
+        """Find out whether the producer may still write to the pages of a failed arrival."""
+        try:
+            answer = arrival.peer.client.call("cancel", {"claim": arrival.id})
+        except PeerDown:
+            first = self._refused_at.setdefault(arrival.id, self._clock())
+            is_settled = self._clock() - first >= _DEAD_AFTER_S
+        except LinkError as error:
+            LOG.debug("%s does not say whether it still writes: %s", arrival.peer.url, error)
+            return
+        else:
+            is_settled = bool(answer["settled"])
+        if is_settled:
+            arrival.settle()
+            self._after(arrival)
+
+    # --- the link's thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_care = 0.0
+        renewed_at: dict[str, float] = {}
+        while True:
+            with self._changed:
+                while not self._arrivals and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+            self._take_messages()
+            now = self._clock()
+            if now >= next_care:
+                self._care(now, renewed_at)
+                next_care = now + 0.05
+            time.sleep(_POLL_S)
+
+    def _take_messages(self) -> None:
+        for sender, data in self._agent.messages():
+            try:
+                message = decode(data)
+                arrival = self._arrivals.get(message.claim)
+                if arrival is not None:
+                    arrival.hear(message, self._arena)
+                    self._after(arrival)
+            except LinkError as error:
+                LOG.warning("a message of %s is dropped: %s", sender, error)
+
+    def _after(self, arrival: Arrival) -> None:
+        """Count an arrival that is over, once. Forget it if it is settled. Tell the engine in any case."""
+        if not arrival.is_over:
+            return
+        if arrival.count_once():
+            if arrival.stage is Stage.DONE:
+                self._stats.received(arrival)
+                self._stats.spent("arrive", time.monotonic() - arrival.claimed_at)
+                self._stats.spent("verify", arrival.verify_seconds)
+            else:
+                assert arrival.failure is not None
+                self._stats.count_failure(arrival.failure)
+                level = logging.DEBUG if arrival.failure == "aborted" else logging.WARNING
+                LOG.log(level, "a prompt does not come from %s: %s", arrival.peer.url, arrival.reason)
+        if arrival.is_settled:
+            with self._changed:
+                self._arrivals.pop(arrival.id, None)
+            self._refused_at.pop(arrival.id, None)
+        self._on_change()
+
+    def _care(self, now: float, renewed_at: dict[str, float]) -> None:
+        """Deadlines, renewals, and arrivals whose pages may still be written to."""
+        by_peer: dict[Peer, list[Arrival]] = {}
+        unsettled: list[Arrival] = []
+        with self._changed:
+            arrivals = list(self._arrivals.values())
+        for arrival in arrivals:
+            if arrival.stage is Stage.CLAIMED and now >= arrival.deadline:
+                self._fail(arrival, "timeout", f"not complete after {self._timeout_s:g} s")
+            if arrival.is_over:
+                unsettled.append(arrival)
+            else:
+                by_peer.setdefault(arrival.peer, []).append(arrival)
+        for peer, waiting in by_peer.items():
+            if now - renewed_at.get(peer.url, 0.0) >= min(_RENEW_EVERY_S, (peer.lease_s or 1.0) / _RENEWALS):
+                renewed_at[peer.url] = now
+                self._callers.submit(partial(self._renew, peer, waiting))
+        for arrival in unsettled:
+            if now >= arrival.next_settle:
+                arrival.next_settle = now + _SETTLE_EVERY_S
+                self._callers.submit(partial(self._settle, arrival))
+        self._stats.quarantined = len(unsettled)
+
+    def _fail(self, arrival: Arrival, kind: str, reason: str, *, is_settled: bool = False) -> None:
+        arrival.fail(kind, reason, is_settled=is_settled)
+        self._after(arrival)
