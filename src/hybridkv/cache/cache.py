@@ -312,12 +312,21 @@ class Cache:
 
     # --- pins, operations, reports ------------------------------------------------------------------------------------
 
-    def pin(self, tokens: TokenIds, ttl_seconds: float, key: LookupKey = PLAIN_KEY, *, limit: int | None = None) -> Pin:
+    def pin(
+        self,
+        tokens: TokenIds,
+        ttl_seconds: float,
+        key: LookupKey = PLAIN_KEY,
+        *,
+        limit: int | None = None,
+        packs: bool = True,
+    ) -> Pin:
         """Pin the pages of a prefix for a transfer: they are neither evicted nor moved until the pin ends or expires.
 
         `num_tokens` of the pin: the largest n, at most `limit`, that every group can supply; 0 if there is none.
         `pages` of the pin: the pages to read, available when `state` is ready. The pages are first moved into few slabs
         if there is room, and these copies must be acknowledged; without room they stay in place. Always succeeds.
+        `packs`: False leaves all pages in place, because a transfer reads them already.
         """
         _check_ttl(ttl_seconds)
         if limit is not None and limit < 0:
@@ -329,7 +338,7 @@ class Cache:
         most = lease.prompt_tokens if limit is None else min(limit, lease.prompt_tokens)
         path, resume = self._placement.find(lease.root_key, packed, most, lease.taps)
         self._placement.attach(lease, path, resume)
-        return self._pins.add(lease, ttl_seconds)
+        return self._pins.add(lease, ttl_seconds, packs=packs)
 
     def renew(self, pin: Pin, ttl_seconds: float) -> None:
         """Set a pin to expire `ttl_seconds` from now, earlier or later than before. The pin must not have ended."""

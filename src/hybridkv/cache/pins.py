@@ -103,9 +103,10 @@ class Pins:
         self._next_expiry = math.inf
         """No pin expires before this time."""
 
-    def add(self, lease: Lease, ttl_seconds: float) -> Pin:
-        """Move the pages of a lease together, then pin them."""
-        self._pack(lease)
+    def add(self, lease: Lease, ttl_seconds: float, *, packs: bool) -> Pin:
+        """Move the pages of a lease together (`packs`), then pin them."""
+        if packs:
+            self._pack(lease)
         expires_at = self._expiry(ttl_seconds)
         pin = Pin(lease, expires_at, self._pages_of(lease), self.groups.arena)
         self.running.transfers[lease.id] = self.slabs_of(lease)

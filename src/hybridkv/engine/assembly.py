@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from hybridkv.cache import Cache, CacheLayout, named_policy
 from hybridkv.engine.core import EngineCore
+from hybridkv.engine.linking.linking import Linking
 from hybridkv.engine.loading.checkpoint import LoadedModel
 from hybridkv.engine.loading.host import allow_many_files, keep_freed_memory, plan_no_attention
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.errors import InputError
+from hybridkv.link.geometry import Geometry
+from hybridkv.link.link import Link, LinkOptions
 from hybridkv.memory import Memory
 from hybridkv.models.layers import with_all_taps
 from hybridkv.plan import PlanOptions, make_plan
@@ -41,6 +44,7 @@ class Settings:
     stream: str
     load_timeout_s: float
     compile: bool | str
+    link: LinkOptions | None = None
 
 
 def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
@@ -64,6 +68,11 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         streamer = Streamer(store, catalogue, page_bytes(memory.buffer), load_timeout_s=settings.load_timeout_s)
         streaming = Streaming(streamer, cache, settings.stream)
         runner.observe(streaming)
+    linking = None
+    if settings.link is not None:
+        linking = _linked(settings.link, Catalogue(plan, layout, loaded.store_identity), loaded, memory, cache)
+        if linking.prefills is not None:
+            runner.observe(linking)
     return EngineCore(
         cache,
         runner,
@@ -75,7 +84,16 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
         streaming=streaming,
+        linking=linking,
     )
+
+
+def _linked(options: LinkOptions, catalogue: Catalogue, loaded: LoadedModel, memory: Memory, cache: Cache) -> Linking:
+    if memory.device.type != "cpu":
+        raise InputError(f"a link of an engine on {memory.device}: links are for engines with device cpu so far")
+    arena = memoryview(memory.buffer.numpy())
+    geometry = Geometry.of(catalogue, arena_bytes=len(arena), identity=loaded.store_identity)
+    return Linking(Link(options, geometry, arena), cache)
 
 
 def memory_bytes(memory: str | int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
 from hybridkv.engine.limits import Limits
+from hybridkv.engine.linking.handover import sampled_tokens
+from hybridkv.engine.linking.linking import Linking
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
@@ -24,6 +27,7 @@ from hybridkv.engine.scheduler import Scheduled, Scheduler
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
 from hybridkv.errors import RequestError
+from hybridkv.link.params import RemoteDecode, RemotePrefill
 
 _MOST_FAILURES = 2
 """Failed steps in a row after which a request ends with an error."""
@@ -48,12 +52,20 @@ class EngineCore:
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
         streaming: Streaming | None = None,
+        linking: Linking | None = None,
     ) -> None:
         self.cache = cache
         self.runner = runner
         self.streaming = streaming
+        self.linking = linking
+        self._prefills = linking.prefills if linking is not None else None
+        self._receipts = linking.receipts if linking is not None else None
         self.scheduler = Scheduler(
-            cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, streaming=streaming
+            cache,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            streaming=streaming,
+            receipts=self._receipts,
         )
         self.waits = False
         """The last step had nothing to compute: all requests wait for a store."""
@@ -78,13 +90,31 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, key: LookupKey = PLAIN_KEY) -> None:
-        """Queue a request, or refuse it at once if it can never be served."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        key: LookupKey = PLAIN_KEY,
+        remote: RemoteDecode | RemotePrefill | None = None,
+    ) -> None:
+        """Queue a request, or refuse it at once if it can never be served.
+
+        `remote`: another engine continues it after its first token, or computes its prompt.
+        """
         self.limits.check(prompt, params)
+        if isinstance(remote, RemoteDecode):
+            params = replace(params, max_tokens=1)
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
         request = Request(request_id, self._arrivals, prompt, params, key, self.limits.tapped(params))
+        if isinstance(remote, RemoteDecode):
+            assert self._prefills is not None
+            request.prefill = self._prefills.begin(request, remote)
+        elif remote is not None:
+            assert self._receipts is not None
+            request.arrival = self._receipts.expect(remote)
         self.scheduler.add(self._new_sample(request, 0))
         self._requests[request_id] = request
 
@@ -100,8 +130,9 @@ class EngineCore:
         with self._timed("schedule"):
             if self.streaming is not None:
                 self.streaming.collect()
+            updates = self._receive()
             scheduled, stuck = self.scheduler.schedule()
-        updates = [self._give_up(sample) for sample in stuck]
+        updates += [self._give_up(sample) for sample in stuck]
         self.waits = not scheduled and not stuck
         if not scheduled:
             return updates
@@ -135,11 +166,15 @@ class EngineCore:
             tokens = np.frombuffer(packed, dtype=np.int32)
             work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
             self.computed_tokens += tables.end - tables.start
-        if self.streaming is None:
-            return self.runner.run(work)
-        self.streaming.begin_step(scheduled)
+        if self.streaming is not None:
+            self.streaming.begin_step(scheduled)
+        if self._prefills is not None:
+            self._prefills.begin_step(scheduled)
         logits = self.runner.run(work)
-        self.streaming.ran()
+        if self.streaming is not None:
+            self.streaming.ran()
+        if self._prefills is not None:
+            self._prefills.ran()
         return logits
 
     def _drawing(self, sample: Sample, tables: StepTables) -> list[Sample]:
@@ -174,6 +209,8 @@ class EngineCore:
             lease = sample.lease
             assert lease is not None
             own = list(islice(tokens, len(samples)))
+            if lease.poisoned is not None:
+                self._not_counted(sample)
             if self.streaming is not None and not self._counts(sample, lease, own):
                 continue
             if tables.end >= sample.failed_at:  # earlier steps only recompute lost tokens
@@ -196,6 +233,7 @@ class EngineCore:
             self.streaming.judge(sample, is_sound)
             return True
         self.streaming.discard(sample)
+        self._not_counted(sample)
         return False
 
     def _accept(self, sample: Sample, lease: Lease, end: int, sampled: Sampled) -> list[Update]:
@@ -210,9 +248,10 @@ class EngineCore:
         return [self._push(sample, sampled)]
 
     def _branch(self, first: Sample, lease: Lease, end: int, sampled: Sequence[Sampled]) -> list[Update]:
+        return [] if self.cache.commit(lease) < end else self._fork(first, lease, sampled)
+
+    def _fork(self, first: Sample, lease: Lease, sampled: Sequence[Sampled]) -> list[Update]:
         """Fork n samples at the end of the prompt. Samples that do not fit are queued."""
-        if self.cache.commit(lease) < end:
-            return []
         updates: list[Update] = []
         if first.wants_prompt_rows:
             self._read_prompt_rows(first.request, lease)
@@ -257,6 +296,7 @@ class EngineCore:
         for sample, tables in scheduled:
             assert sample.lease is not None
             self.cache.commit(sample.lease, failed=True)
+            self._not_counted(sample)
             sample.failures += 1
             sample.failed_at = max(sample.failed_at, tables.end)
         if self.streaming is not None:
@@ -266,6 +306,43 @@ class EngineCore:
                 reason = f"the model failed: {type(error).__name__}: {error}"
                 updates += self._end_all(sample.request, "error", reason)
         return updates
+
+    def _not_counted(self, sample: Sample) -> None:
+        """A sample's part of the step is discarded."""
+        if self._prefills is not None:
+            self._prefills.failed(sample)
+
+    # --- prompts of other engines -------------------------------------------------------------------------------------
+
+    def _receive(self) -> list[Update]:
+        """Take in the prompts that have come, or will not come."""
+        updates: list[Update] = []
+        if self._receipts is None:
+            return updates
+        for sample in [one for one in self.scheduler.running if one.request.arrival is not None]:
+            arrival = sample.request.arrival
+            assert arrival is not None
+            if not arrival.is_over:
+                continue
+            sample.request.arrival = None
+            if not self._receipts.commit(sample, arrival):
+                self.scheduler.start_again(sample)
+            elif sample.remaining == 0:
+                updates += self._go_on(sample, sampled_tokens(arrival.first))
+        return updates
+
+    def _go_on(self, sample: Sample, sampled: Sequence[Sampled]) -> list[Update]:
+        """The whole prompt has come, with the first token of each sample."""
+        lease, request = sample.lease, sample.request
+        assert lease is not None
+        while len(request.samples) < request.num_samples:
+            self._new_sample(request, len(request.samples))
+        if len(sampled) > 1:
+            return self._fork(sample, lease, sampled)
+        lease.append([sampled[0].token])
+        if sample.wants_prompt_rows:
+            self._read_prompt_rows(request, lease)
+        return [self._push(sample, sampled[0])]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -305,8 +382,11 @@ class EngineCore:
             if self.streaming is not None:
                 self.streaming.dump_reply(sample)
         self.scheduler.remove(sample)
-        if len(sample.request.samples) < sample.request.num_samples:
-            sample.request.num_samples = len(sample.request.samples)  # it ended before the others were forked
+        request = sample.request
+        if len(request.samples) < request.num_samples:
+            request.num_samples = len(request.samples)  # it ended before the others were forked
+        if request.prefill is not None and self._prefills is not None and request.is_over:
+            self._prefills.offer(request, request.prefill)
         update = sample.take_update()
         if update.result is not None:
             del self._requests[sample.request.id]

@@ -29,6 +29,9 @@ from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming.store_traffic import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.link import params as transfer_params
+from hybridkv.link.link import Link, LinkOptions
+from hybridkv.link.params import RemoteDecode, RemotePrefill
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
 from hybridkv.renamed import refuses_old_names
 from hybridkv.store import Store
@@ -63,6 +66,7 @@ class Engine:
         stream: str = "auto",
         load_timeout_s: float = LOAD_TIMEOUT_S,
         compile: bool | str = False,
+        link: LinkOptions | None = None,
     ) -> None:
         """Load a model and start the engine.
 
@@ -81,9 +85,12 @@ class Engine:
         `stream`: how requests load from the store: "auto", "async" or "layerwise".
         `load_timeout_s`: a request whose load takes longer computes its tokens instead.
         `compile`: compile the model's layers when they first run; "auto": on a GPU, if they can be compiled.
+        `link`: compute prompts for other engines, or continue prompts of others; docs/disaggregation.md.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
+        if link is not None:
+            link.check()
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         check_kinds(
             whole={"block_size": block_size, "max_num_seqs": max_num_seqs},
@@ -110,6 +117,7 @@ class Engine:
             stream=stream,
             load_timeout_s=load_timeout_s,
             compile=compile,
+            link=link,
         )
         opened = as_store(store) if store is not None else None  # a bad URL is known before a model is loaded
         try:
@@ -121,7 +129,7 @@ class Engine:
                 state_dtype=state_dtype,
                 tokenizer=tokenizer,
                 trust_remote_code=trust_remote_code,
-                with_identity=opened is not None,
+                with_identity=opened is not None or link is not None,
                 is_alone=max_num_seqs == 1,
             )
             self._core = build_core(loaded, settings, opened)
@@ -140,6 +148,9 @@ class Engine:
         self._loop = EngineLoop(self._core)
         if self._streaming is not None:
             self._streaming.streamer.on_event = self._loop.wake_up
+        self._linking = self._core.linking
+        if self._linking is not None:
+            self._linking.on_event = self._tend_link
         self._numbers = itertools.count()
         self._identity = loaded.identity
 
@@ -152,21 +163,24 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> list[Result]:
         """Complete all prompts; results are in the same order. A prompt is a text, token ids, or from `render_chat`.
 
         `sampling_params`: one for all prompts, or one for each. `cache_salt`: requests with different salts share no
-        cached data. Bad prompts and parameters are refused before any request starts.
+        cached data. `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`.
+        Bad prompts and parameters are refused before any request starts.
         """
         asked = as_list(prompts)
+        remote = self.check_transfer(kv_transfer_params, len(asked))
         chosen = one_each(sampling_params, len(asked))
         requests, key = self._checked(asked, chosen), lookup_key(cache_salt)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         ids: list[str] = []
         try:
             for prompt, one in zip(requests, chosen, strict=True):
-                ids.append(self._submit(prompt, one, key, news.put))
+                ids.append(self._submit(prompt, one, key, news.put, remote))
             results = collect(news, len(ids), progress)
         except BaseException:
             for request_id in ids:
@@ -176,9 +190,19 @@ class Engine:
 
     @refuses_old_names
     async def stream(
-        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: AnyPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[Update]:
-        """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request."""
+        """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request.
+
+        `kv_transfer_params`: {"do_remote_decode": True} ends the request after its first token and keeps its prompt for
+        another engine; that engine gets the result's `kv_transfer_params`, with the same prompt and parameters.
+        """
+        remote = self.check_transfer(kv_transfer_params)
         ready = self.prepare(prompt)
         [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)
@@ -189,7 +213,7 @@ class Engine:
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        request_id = self._submit(ready, chosen, key, sink)
+        request_id = self._submit(ready, chosen, key, sink, remote)
         done = False
         try:
             while not done:
@@ -222,6 +246,20 @@ class Engine:
         """Raises RequestError if the request can never be served, and EngineError if the engine is closed or failed."""
         self.check_alive()
         self._core.limits.check(prompt, params)
+
+    def check_transfer(
+        self, kv_transfer_params: Mapping[str, Any] | None, num_prompts: int = 1
+    ) -> RemoteDecode | RemotePrefill | None:
+        """What `kv_transfer_params` ask for. Raises RequestError if this engine cannot do it."""
+        remote = transfer_params.parse(kv_transfer_params, self.link)
+        if remote is not None and num_prompts > 1:
+            raise RequestError(f"kv_transfer_params with {num_prompts} prompts: pass one", transfer_params.FIELD)
+        return remote
+
+    @property
+    def link(self) -> Link | None:
+        """The link to other engines, if there is one."""
+        return None if self._linking is None else self._linking.link
 
     def check_length(self, num_tokens: int) -> None:
         """Raises RequestError if a prompt of this length leaves no room for a reply. `check` includes this check."""
@@ -293,6 +331,8 @@ class Engine:
     def close(self) -> None:
         """Abort running requests, stop the engine's thread, and finish pending writes to the store."""
         self._loop.close()
+        if self._linking is not None:
+            self._linking.link.close()
         self._core.runner.close()
         if self._streaming is not None:
             self._streaming.streamer.close()
@@ -325,7 +365,19 @@ class Engine:
             raise RequestError(f"{self.model_name} has no tokenizer here: pass token ids, or tokenizer= to the engine")
         return self.tokenizer
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, key: LookupKey, sink: Any) -> str:
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        key: LookupKey,
+        sink: Any,
+        remote: RemoteDecode | RemotePrefill | None = None,
+    ) -> str:
         request_id = f"request-{next(self._numbers)}"
-        self._loop.add(request_id, sink, lambda: self._core.add(request_id, prompt, params, key))
+        self._loop.add(request_id, sink, lambda: self._core.add(request_id, prompt, params, key, remote))
         return request_id
+
+    def _tend_link(self) -> None:
+        """The link has news for the engine's thread."""
+        assert self._linking is not None
+        self._loop.post(self._linking.tend)

@@ -78,6 +78,10 @@ class EngineLoop:
             self.check_alive()
         return answer.result()
 
+    def post(self, function: Callable[[], None]) -> None:
+        """Run a function on the engine's thread between two steps, soon. After the loop has ended it never runs."""
+        self._submit(function)
+
     def wake_up(self) -> None:
         """Tell the loop that a store may have answered. Called on any thread."""
         self._bell.set()

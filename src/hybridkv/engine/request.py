@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +18,10 @@ from hybridkv.engine.streaming.transfer import Stage, Transfer
 from hybridkv.engine.taps import NO_TAPS, Tapped
 from hybridkv.engine.text import TextStream
 from hybridkv.stream import BlockKeys, Streamer
+
+if TYPE_CHECKING:
+    from hybridkv.engine.linking.prefills import Prefill
+    from hybridkv.link.arrival import Arrival
 
 
 class Sample:
@@ -93,7 +98,7 @@ class Sample:
     def to_compute(self) -> int:
         """Number of tokens its next steps compute: 0 while a step is in flight; tokens to be loaded do not count."""
         assert self.lease is not None
-        if self.lease.in_flight:
+        if not self.is_idle:
             return 0
         return self.lease.num_tokens - max(self.lease.computed, self.load_to)
 
@@ -104,8 +109,8 @@ class Sample:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it runs and has no step in flight."""
-        return self.lease is not None and not self.lease.in_flight
+        """Whether it runs, has no step in flight, and does not wait for another engine to send its prompt."""
+        return self.lease is not None and not self.lease.in_flight and self.request.arrival is None
 
     @property
     def is_loading(self) -> bool:
@@ -221,19 +226,36 @@ class Request:
         self.num_samples = params.n
         """Number of samples at the end. Lower than `params.n` if the request ends before its samples are forked."""
         self.cached_tokens = 0
+        self.arrival: Arrival | None = None
+        """Its prompt, while it is to come from another engine."""
+        self.prefill: Prefill | None = None
+        """Set if its prompt is computed for another engine."""
+        self.kv_transfer_params: dict[str, Any] | None = None
+        """What the other engine needs to fetch its prompt."""
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all its samples have ended."""
+        return len(self.samples) >= self.num_samples and all(one.finish_reason is not None for one in self.samples)
+
     def result(self) -> Result | None:
         """The result; None until all samples have ended."""
-        if len(self.samples) < self.num_samples or any(sample.finish_reason is None for sample in self.samples):
+        if not self.is_over:
             return None
         samples = sorted(self.samples, key=lambda sample: sample.index)
         completions = [sample.completion() for sample in samples]
         return Result(
-            self.id, self.prompt.token_ids, self.cached_tokens, completions, self._metrics(), self.tapped.names
+            self.id,
+            self.prompt.token_ids,
+            self.cached_tokens,
+            completions,
+            self._metrics(),
+            self.tapped.names,
+            self.kv_transfer_params,
         )
 
     def _metrics(self) -> Metrics:

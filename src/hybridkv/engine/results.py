@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class Result:
     metrics: Metrics
     hidden_layers: tuple[int | str, ...] = ()
     """The layers of `hidden_states`, in that order: counted from 0, and "final"."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For a prompt that was computed for another engine: what that engine needs to fetch it."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -15,6 +15,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from hybridkv.cache import Cache, Lease, Match, NoRoom, StepTables, extend_some
+from hybridkv.engine.linking.receipts import Receipts
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
 from hybridkv.engine.streaming.store_traffic import Streaming
@@ -34,10 +35,17 @@ class Scheduler:
     """The queue and the running samples of one cache."""
 
     def __init__(
-        self, cache: Cache, *, max_num_batched_tokens: int, max_num_seqs: int, streaming: Streaming | None = None
+        self,
+        cache: Cache,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        streaming: Streaming | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         self.cache = cache
         self.streaming = streaming
+        self.receipts = receipts
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.pace = Pace()
@@ -64,18 +72,24 @@ class Scheduler:
     def remove(self, sample: Sample) -> None:
         """Remove an ended sample, at any time. Its computed tokens stay cached, unless a step is in flight."""
         lease, sample.lease = sample.lease, None
+        arrival, sample.request.arrival = sample.request.arrival, None
         if lease is None:
             if sample in self.waiting:
                 self.waiting.remove(sample)
-            return
-        self.running.remove(sample)
-        self._is_full = False
-        if lease.in_flight:
-            self.cache.abort(lease)
-            if self.streaming is not None:
-                self.streaming.abandon(sample)
         else:
+            self.running.remove(sample)
+            self._is_full = False
+            self._let_go(sample, lease)
+        if arrival is not None and self.receipts is not None:
+            self.receipts.abandon(arrival, lease if lease is not None and lease.in_flight else None)
+
+    def _let_go(self, sample: Sample, lease: Lease) -> None:
+        if not lease.in_flight:
             self.cache.release(lease)
+            return
+        self.cache.abort(lease)
+        if self.streaming is not None:
+            self.streaming.abandon(sample)
 
     def schedule(self) -> tuple[list[Scheduled], list[Sample]]:
         """Schedule the next step. Returns its samples, and stuck samples: those that cannot continue even alone.
@@ -91,6 +105,7 @@ class Scheduler:
             budget = min(budget, self.pace.most_tokens)
         enough = min(budget, self.pace.enough_tokens)
         self._admit(enough)
+        self._ask_for_prompts()
         fed = 0
         for sample in [one for one in self.running if one.is_idle]:
             if fed < enough and sample.lease is not None and sample not in stuck:
@@ -114,6 +129,10 @@ class Scheduler:
         for sample in self.waiting[:_LOOK_AHEAD]:
             if len(self.running) >= self.max_num_seqs:
                 return
+            if sample.request.arrival is not None:
+                sample.match = None
+                self._start(sample)
+                continue
             sample.match = self.cache.match(sample.tokens, sample.key)
             is_someone_ahead = unfed or (self.streaming is not None and self.streaming.num_loading)
             if is_someone_ahead and self._follows(sample, sample.match):
@@ -141,6 +160,26 @@ class Scheduler:
         if self.streaming is not None:
             self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))
         insort(self.running, sample, key=lambda one: one.rank)
+
+    def start_again(self, sample: Sample) -> None:
+        """Queue a running sample whose lease is gone."""
+        self.running.remove(sample)
+        sample.lease = None
+        self.add(sample)
+
+    def _ask_for_prompts(self) -> None:
+        """Claim prompts of other engines, as far as there is room for them. Without any hope they are computed here."""
+        if self.receipts is None:
+            return
+        for sample in self.running:
+            arrival, lease = sample.request.arrival, sample.lease
+            if arrival is None or arrival.is_over or lease is None or lease.in_flight:
+                continue
+            no_room = self.receipts.claim(sample)
+            if no_room is not None:
+                if not any(one.is_idle or (one.lease and one.lease.in_flight) for one in self.running):
+                    self.receipts.give_up(arrival, f"no room for the prompt: {no_room.reason}")
+                return
 
     # --- pages --------------------------------------------------------------------------------------------------------
 

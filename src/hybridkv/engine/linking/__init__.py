@@ -1,0 +1,1 @@
+"""Requests whose prompt is computed by one engine and continued by another."""

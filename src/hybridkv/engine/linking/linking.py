@@ -1,0 +1,50 @@
+"""The link of an engine, as its core sees it: prompts for others (`prefills`) and prompts of others (`receipts`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from hybridkv.cache import Cache
+from hybridkv.engine.linking.prefills import Prefills
+from hybridkv.engine.linking.receipts import Receipts
+from hybridkv.engine.seams import Frame
+from hybridkv.link.link import Link
+
+
+class Linking:
+    """Called on the engine thread, but for what the link calls."""
+
+    def __init__(self, link: Link, cache: Cache) -> None:
+        self.link = link
+        self.prefills = None if link.producer is None else Prefills(link, link.producer, cache)
+        self.receipts = None if link.consumer is None else Receipts(link.consumer, cache)
+        self.on_event: Callable[[], None] = _nobody
+        """Called on any thread when `tend` has something to do."""
+        self._released: deque[str] = deque()
+        link.on_change = lambda: self.on_event()
+        link.on_release = self._release
+
+    def tend(self) -> None:
+        """Unpin what was sent, and free pages that no producer writes to any more."""
+        while self._released and self.prefills is not None:
+            self.prefills.release(self._released.popleft())
+        if self.receipts is not None:
+            self.receipts.settle()
+
+    def before_layer(self, layer: int, frame: Frame) -> None:
+        """Nothing waits here."""
+
+    def after_layer(self, layer: int, frame: Frame, hidden: torch.Tensor) -> None:
+        if self.prefills is not None:
+            self.prefills.after_layer(layer)
+
+    def _release(self, request_id: str) -> None:
+        self._released.append(request_id)
+        self.on_event()
+
+
+def _nobody() -> None:
+    """Default of `on_event`: no loop listens."""
