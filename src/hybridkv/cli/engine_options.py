@@ -29,6 +29,7 @@ from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine, SamplingParams
+    from hybridkv.link.link import LinkOptions
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A directory a transformers model was saved to.")]
 MaxTokensOption = Annotated[int, typer.Option(help="Tokens of a reply, at most.")]
@@ -84,12 +85,12 @@ class EngineOptions:
         bool, typer.Option("--compile", help="Compile the model's layers: slow to start, then faster on a GPU.")
     ] = False
 
-    def start(self, model: str, *, shows_bars: bool = True) -> Engine:
+    def start(self, model: str, *, shows_bars: bool = True, link: LinkOptions | None = None) -> Engine:
         """Load the model. `shows_bars`: on a terminal, draw bars while weights are loaded."""
         engines = import_engine()
         _quiet(shows_bars)
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        engine: Engine = engines.Engine(model, **{**given, "store": self.store or None})
+        engine: Engine = engines.Engine(model, **{**given, "store": self.store or None}, link=link)
         return engine
 
 

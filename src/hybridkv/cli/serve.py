@@ -14,6 +14,7 @@ from rich.markup import escape
 from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.layers import parse_layers
+from hybridkv.cli.link_options import link_options
 from hybridkv.cli.tables import console
 from hybridkv.demo import demo_model
 from hybridkv.errors import InputError
@@ -21,6 +22,7 @@ from hybridkv.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from hybridkv.engine import Engine
+    from hybridkv.link.link import Link
     from hybridkv.serve import HiddenFolder, Server
 
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
@@ -80,6 +82,44 @@ def serve_command(
             help="Seconds after which a file of hidden states is removed that was not read.", show_default="600"
         ),
     ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            help="prefill: compute prompts for other servers; decode: continue prompts of --peer servers; both.",
+            show_default="neither",
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help="Link address of a server that prefills; may be given more than once. For role decode."
+        ),
+    ] = None,
+    link_host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of this machine by which linked servers reach it; their network must be trusted.",
+            show_default="127.0.0.1",
+        ),
+    ] = None,
+    link_port: Annotated[
+        int | None, typer.Option(help="Port for calls of linked servers.", show_default="any that is free")
+    ] = None,
+    link_secret_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the secret that linked servers share. Or: $HYBRIDKV_LINK_SECRET."),
+    ] = None,
+    link_lease: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a computed prompt waits for a server that fetches it.", show_default="60"),
+    ] = None,
+    link_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a prompt that has not come is computed here.", show_default="30"),
+    ] = None,
+    no_link_checksums: Annotated[
+        bool, typer.Option("--no-link-checksums", help="Send prompts without checksums.")
+    ] = False,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     *,
@@ -93,13 +133,23 @@ def serve_command(
     _check_choice("log format", log_format, serve.LOG_FORMATS)
     _check_choice("log level", log_level, serve.LOG_LEVELS)
     layers = _hidden_layers(hidden_layers, hidden_states_dir)
+    link = link_options(
+        role,
+        peers=peer,
+        host=link_host,
+        port=link_port,
+        secret_file=link_secret_file,
+        lease_s=link_lease,
+        timeout_s=link_timeout,
+        checksums=False if no_link_checksums else None,
+    )
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)
     folder = _hidden_folder(serve, hidden_states_dir, hidden_states_size, hidden_states_ttl)
     checkpoint = model if model is not None else str(demo_model())
     root = Path(checkpoint).resolve()
     model_name = served_model_name or root.name
-    with options.start(checkpoint) as engine:
+    with options.start(checkpoint, link=link) as engine:
         app = serve.make_app(
             engine,
             serve.ServeOptions(
@@ -132,12 +182,24 @@ def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, 
         out.print(f"  {group.name}: {len(group.layers)} layers, pages of {format_bytes(group.page_bytes)}{cut}")
     for place in places:
         out.print(f"  {escape(place)}", highlight=False, soft_wrap=True)
+    if engine.link is not None:
+        out.print(f"  {_about(engine.link)}", highlight=False, soft_wrap=True)
     out.print(
         f"\nServing at [bold]{server.url}[/] (API: /openapi.json, and /docs with internet). Try it:\n", highlight=False
     )
     out.print(_curl(server.url, model_name, bool(keys)) + "\n", highlight=False, soft_wrap=True, markup=False)
     if not server.is_local and not keys:
         out.print(f"Anyone who can reach {server.host} can use it: --api-key asks for a key.\n", highlight=False)
+
+
+def _about(link: Link) -> str:
+    """A line about the link."""
+    about = [f"role {link.options.role}"]
+    if link.port:
+        about.append(f"link at http://{link.options.host}:{link.port}")
+    if link.options.peers:
+        about.append("peers " + ", ".join(link.options.peers))
+    return ", ".join(about)
 
 
 def _places(stores: list[str], folder: HiddenFolder | None) -> list[str]:

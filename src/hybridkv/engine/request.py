@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridkv.cache import Lease, LookupKey, Match
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.prompts import Prompt
-from hybridkv.engine.results import Completion, Metrics, Result, Update
+from hybridkv.engine.results import Completion, Metrics, Received, Result, Update
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampled, TokenLogprobs
 from hybridkv.engine.sampling.sampling_state import SamplingState
@@ -232,6 +232,8 @@ class Request:
         """Set if its prompt is computed for another engine."""
         self.kv_transfer_params: dict[str, Any] | None = None
         """What the other engine needs to fetch its prompt."""
+        self.received: Received | None = None
+        """What came from another engine."""
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None
@@ -256,6 +258,7 @@ class Request:
             self._metrics(),
             self.tapped.names,
             self.kv_transfer_params,
+            self.received,
         )
 
     def _metrics(self) -> Metrics:

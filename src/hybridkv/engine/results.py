@@ -44,6 +44,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """What came from another engine for a request."""
+
+    num_tokens: int
+    num_bytes: int
+    num_descriptors: int
+    """Runs of bytes that were written."""
+    full_attention_bytes: int
+    """What it would have taken if every layer kept all tokens."""
+    seconds: float
+    """From the claim to the last byte."""
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The result of a request. With one sample, that sample's fields are also attributes of the result."""
 
@@ -57,6 +71,8 @@ class Result:
     """The layers of `hidden_states`, in that order: counted from 0, and "final"."""
     kv_transfer_params: dict[str, Any] | None = None
     """For a prompt that was computed for another engine: what that engine needs to fetch it."""
+    received: Received | None = None
+    """For a prompt that came from another engine."""
 
     @property
     def token_ids(self) -> list[int]:

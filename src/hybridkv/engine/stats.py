@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridkv.cache import Cache, CacheStats
+from hybridkv.link.stats import LinkStats
 from hybridkv.store import StoreStats
 from hybridkv.stream import StreamStats
 
@@ -59,6 +60,8 @@ class EngineStats:
     stream: StreamStats | None
     """Traffic with the store; None without one."""
     store: StoreStats | None
+    link: LinkStats | None = None
+    """Traffic with other engines; None without a link."""
 
     @classmethod
     def of(cls, core: EngineCore) -> EngineStats:
@@ -75,4 +78,5 @@ class EngineStats:
             memory=MemoryUse.of(core.cache, core.runner.memory.plan.arena_bytes),
             stream=core.streaming.streamer.snapshot() if core.streaming is not None else None,
             store=core.streaming.streamer.store.stats if core.streaming is not None else None,
+            link=core.linking.link.stats.snapshot() if core.linking is not None else None,
         )

@@ -74,6 +74,8 @@ class Arrival:
         self.num_descriptors = 0
         self.full_attention_bytes = 0
         self.claimed_at = 0.0
+        self.seconds = 0.0
+        """From the claim to the last byte."""
         self.deadline = float("inf")
         self.verify_seconds = 0.0
         self.next_settle = 0.0
@@ -195,4 +197,5 @@ class Arrival:
             if step is None or step.landed < count:
                 return
         self.first = self._end.first
+        self.seconds = time.monotonic() - self.claimed_at
         self.stage = Stage.DONE if self.failure is None else Stage.FAILED

@@ -230,7 +230,7 @@ class Consumer:
         if arrival.count_once():
             if arrival.stage is Stage.DONE:
                 self._stats.received(arrival)
-                self._stats.spent("arrive", time.monotonic() - arrival.claimed_at)
+                self._stats.spent("arrive", arrival.seconds)
                 self._stats.spent("verify", arrival.verify_seconds)
             else:
                 assert arrival.failure is not None

@@ -26,6 +26,7 @@ from hybridkv.serve.replies import (
     DetokenizeReply,
     ErrorReply,
     Health,
+    LinkCard,
     ModelCard,
     ModelList,
     ResetReply,
@@ -93,6 +94,7 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     app = FastAPI(title="hybridkv", version=__version__, lifespan=lifespan, responses=_REFUSALS, redirect_slashes=False)
     answer_failures(app)
     _add_text(app, service)
+    _add_link(app, service)
     _add_tokens(app, service)
     _add_care(app, service)
     return Front(app, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, on_end=service.count)
@@ -118,6 +120,18 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> ModelCard:
         service.check_model(name)
         return service.card()
+
+
+def _add_link(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/link", responses={404: {"model": ErrorReply}}, response_model=LinkCard)
+    async def link() -> LinkCard | Response:
+        """Where other engines reach this one's link. A proxy needs it to send both requests at once."""
+        found = service.engine.link
+        if found is None:
+            return failure(404, "this server has no role: start it with --role prefill or --role decode")
+        return LinkCard(
+            role=found.options.role, engine_id=found.engine_id, host=found.options.host, port=found.port or None
+        )
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,6 +66,7 @@ class PromptBatch(NamedTuple):
     params: SamplingParams
     cache_salt: str
     ticket: Ticket
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
         """Yield updates of all prompts as they arrive, with the prompt's number. Leaving early aborts all prompts."""
@@ -73,7 +74,10 @@ class PromptBatch(NamedTuple):
 
         async def listen(number: int, prompt: Prompt) -> None:
             try:
-                async for update in engine.stream(prompt, self.params, cache_salt=self.cache_salt):
+                updates = engine.stream(
+                    prompt, self.params, cache_salt=self.cache_salt, kv_transfer_params=self.kv_transfer_params
+                )
+                async for update in updates:
                     news.put_nowait((number, update))
             except Exception as error:  # raised again below
                 news.put_nowait((number, error))

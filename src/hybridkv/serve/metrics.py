@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from hybridkv.cache import CacheStats
 from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
 from hybridkv.errors import DiskError
+from hybridkv.link.stats import LinkStats
 from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.jobs import Admission
 from hybridkv.store import StoreStats
@@ -19,6 +20,7 @@ from hybridkv.stream import StreamStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_BYTES = tuple(float(1 << power) for power in range(14, 37, 2))
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 OUTCOMES = ("completed", "refused", "busy", "disconnected", "stopped", "failed")
@@ -58,6 +60,17 @@ _STREAM_COUNTERS = {
     "dumps_failed": "Objects that could not be written",
     "dumps_discarded": "Objects whose step did not count",
 }
+_LINK_COUNTERS = {
+    "offers": "Prompts computed for another engine",
+    "sent_requests": "Prompts that were sent whole",
+    "sent_bytes": "Written to other engines",
+    "sent_descriptors": "Runs of bytes written to other engines",
+    "received_requests": "Prompts that came whole",
+    "received_tokens": "Tokens of prompts that came from another engine",
+    "received_bytes": "Of prompts that came whole",
+    "received_descriptors": "Runs of bytes of prompts that came whole",
+    "full_attention_bytes": "What these prompts would have taken if every layer kept all tokens",
+}
 _STORE_COUNTERS = {
     "hits": "Names looked up and found",
     "misses": "Names looked up in vain",
@@ -88,6 +101,13 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
         self._per_token = self._histogram("time_per_output_token_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._total = self._histogram("request_seconds", "From arrival to the last token", _SECONDS)
+        if engine.link is not None:
+            self._received_bytes = self._histogram(
+                "link_request_bytes", "Of a prompt that came from another engine", _BYTES
+            )
+            self._received_descriptors = self._histogram(
+                "link_request_descriptors", "Runs of bytes of a prompt that came from another engine", _TOKENS
+            )
         for outcome in OUTCOMES:
             self._requests.labels(outcome)  # start at 0, so that Prometheus sees the first failure as an increase
 
@@ -98,6 +118,9 @@ class Metrics:
             for one in result.completions:
                 self._replies.labels(one.finish_reason).inc()
                 self._reply_tokens.observe(len(one.token_ids))
+            if result.received is not None:
+                self._received_bytes.observe(result.received.num_bytes)
+                self._received_descriptors.observe(result.received.num_descriptors)
             metrics = result.metrics
             if any(one.token_ids for one in result.completions):
                 self._queue.observe(metrics.queue_s)
@@ -145,6 +168,8 @@ class _EngineCollector(Collector):
         if stats.stream is not None and stats.store is not None:
             yield from _stream_metrics(stats.stream)
             yield from _store_metrics(stats.store)
+        if stats.link is not None:
+            yield from _link_metrics(stats.link)
 
 
 class _HiddenCollector(Collector):
@@ -214,6 +239,19 @@ def _stream_metrics(stats: StreamStats) -> Iterator[Metric]:
     for reason, count in stats.failures.items():
         failures.add_metric([reason], count)
     yield from (loads, failures)
+
+
+def _link_metrics(stats: LinkStats) -> Iterator[Metric]:
+    for name, text in _LINK_COUNTERS.items():
+        yield _count(f"link_{name}", text, getattr(stats, name))
+    yield _gauge("link_quarantined", "Transfers given up whose pages may still be written to", stats.quarantined)
+    seconds = CounterMetricFamily("hybridkv_link_seconds", "Where the time of transfers went", labels=["phase"])
+    for phase, spent in stats.seconds.items():
+        seconds.add_metric([phase], spent)
+    failures = CounterMetricFamily("hybridkv_link_failures", "Transfers that failed", labels=["reason"])
+    for reason, count in stats.failures.items():
+        failures.add_metric([reason], count)
+    yield from (seconds, failures)
 
 
 def _store_metrics(stats: StoreStats) -> Iterator[Metric]:

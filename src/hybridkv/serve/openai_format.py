@@ -28,7 +28,6 @@ from hybridkv.serve.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
-    KVTransferParams,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
@@ -128,8 +127,8 @@ class CompletionDialect(ReplyFormat):
                     prompt_token_ids=self.prompt_ids(index),
                 )
             )
-        place = _place(hidden_states)
-        return CompletionReply(**self.names, choices=choices, usage=usage(results), kv_transfer_params=place)
+        kept = _kept(results, hidden_states)
+        return CompletionReply(**self.names, choices=choices, usage=usage(results), kv_transfer_params=kept)
 
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
         index = prompt * self.n + update.index
@@ -194,7 +193,7 @@ class ChatDialect(ReplyFormat):
             choices=choices,
             usage=usage(results),
             prompt_token_ids=self.prompt_ids(0),
-            kv_transfer_params=_place(hidden_states),
+            kv_transfer_params=_kept(results, hidden_states),
         )
 
     def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
@@ -235,8 +234,12 @@ class ChatDialect(ReplyFormat):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if has_bytes else None}
 
 
-def _place(hidden_states: Path | None) -> KVTransferParams | None:
-    return None if hidden_states is None else KVTransferParams(hidden_states_path=str(hidden_states))
+def _kept(results: Sequence[Result], hidden_states: Path | None) -> dict[str, Any] | None:
+    """What was kept for the client, or for the decode worker that it asks next."""
+    kept = dict(results[0].kv_transfer_params or {})
+    if hidden_states is not None:
+        kept["hidden_states_path"] = str(hidden_states)
+    return kept or None
 
 
 def usage(results: Sequence[Result]) -> Usage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -25,12 +25,6 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class KVTransferParams(BaseModel):
-    """vLLM's name for where a client finds what was written for it."""
-
-    hidden_states_path: str
-
-
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -49,7 +43,8 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """vLLM's name for where a client finds what was kept for it: hidden states, or a prompt for a decode worker."""
 
 
 class TopLogprob(BaseModel):
@@ -91,7 +86,8 @@ class ChatReply(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """vLLM's name for where a client finds what was kept for it: hidden states, or a prompt for a decode worker."""
 
 
 class ChatDelta(BaseModel):
@@ -163,3 +159,13 @@ class ErrorReply(BaseModel):
     """Body of every reply with a status of 400 or above."""
 
     error: ErrorDetail
+
+
+class LinkCard(BaseModel):
+    """The link of a server with a role."""
+
+    role: str
+    engine_id: str
+    host: str
+    port: int | None
+    """Other engines call it here; None for role decode, which only calls."""

@@ -89,6 +89,9 @@ class _SampledRequest(BaseModel):
     breakpoints: TokenIds | None = Field(
         None, max_length=MAX_BREAKPOINTS, description="Tokens of the prompt after which others may go on differently."
     )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="As vLLM's: keep the prompt for a decode worker, or fetch it from a prefill worker."
+    )
     return_token_ids: bool | None = Field(None, description="Add the token ids of prompts and replies.")
     hidden_states: HiddenStatesField = Field(
         None, description="Write hidden states of these layers to a file; the reply has its path. true: the default's."

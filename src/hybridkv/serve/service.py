@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.link.params import RemoteDecode
 from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
 from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
@@ -88,12 +89,13 @@ class Service:
         """A reply, or a stream that has not started yet."""
         self.check_model(body.model)
         params = self.hidden_states.params(body, body.params())
+        self._check_transfer(body)
         ticket = self.admission.enter()
         try:
             asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
-            batch = PromptBatch(asked.prompts, params, body.cache_salt or "", ticket)
+            batch = PromptBatch(asked.prompts, params, body.cache_salt or "", ticket, body.kv_transfer_params)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
             ids = [prompt.token_ids for prompt in asked.prompts] if body.return_token_ids else None
             reply_format = speak(self.model_name, self._texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
@@ -105,6 +107,15 @@ class Service:
             raise
         self._note(request, results)
         return Response(reply_format.whole(results, written).model_dump_json(), media_type="application/json")
+
+    def _check_transfer(self, body: AnyRequest) -> None:
+        """Refuse a transfer that cannot be had before anything is tokenized."""
+        remote = self.engine.check_transfer(body.kv_transfer_params, body.num_prompts)
+        if isinstance(remote, RemoteDecode) and body.stream:
+            message = (
+                "kv_transfer_params: do_remote_decode with stream: only a whole reply has them; set stream to false"
+            )
+            raise RequestError(message, "kv_transfer_params")
 
     async def _results(self, batch: PromptBatch) -> tuple[list[Result], Path | None]:
         """All results, and the file of hidden states, if they were asked for."""
@@ -159,4 +170,17 @@ class Service:
             "reply_tokens": sum(len(one.token_ids) for result in results for one in result.completions),
             "ttft_s": round(max(result.metrics.ttft_s for result in results), 4),
             "finish": sorted({one.finish_reason for result in results for one in result.completions}),
+            **_received(results),
         }
+
+
+def _received(results: Sequence[Result]) -> dict[str, object]:
+    """What came from a prefill worker, for the log."""
+    received = results[0].received
+    if received is None:
+        return {}
+    return {
+        "received_tokens": received.num_tokens,
+        "received_bytes": received.num_bytes,
+        "received_descriptors": received.num_descriptors,
+    }

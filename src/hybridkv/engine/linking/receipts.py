@@ -10,6 +10,7 @@ from __future__ import annotations
 from hybridkv.cache import NULL_PAGE, Cache, Lease, NoRoom, StepTables
 from hybridkv.engine.linking.handover import prompt_of
 from hybridkv.engine.request import Sample
+from hybridkv.engine.results import Received
 from hybridkv.link.arrival import Arrival, Stage, Wanted
 from hybridkv.link.consumer import Consumer
 from hybridkv.link.params import RemotePrefill
@@ -60,6 +61,14 @@ class Receipts:
             self._quarantine.append((arrival, lease))
             return False
         sample.loaded(self._cache.commit(lease, arrival.num_good, failed=not arrival.num_good))
+        if arrival.stage is Stage.DONE:
+            sample.request.received = Received(
+                arrival.end - arrival.start,
+                arrival.num_bytes,
+                arrival.num_descriptors,
+                arrival.full_attention_bytes,
+                arrival.seconds,
+            )
         return True
 
     def abandon(self, arrival: Arrival, lease: Lease | None) -> None:
@@ -96,7 +105,3 @@ def _pages_of(tables: StepTables) -> PageTables:
             page if number >= first and number not in copied else NULL_PAGE for number, page in enumerate(pages)
         ]
     return PageTables(wanted, loaded.states)
-
-
-def is_complete(arrival: Arrival) -> bool:
-    return arrival.stage is Stage.DONE
