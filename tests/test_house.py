@@ -33,7 +33,7 @@ FLOORS = [
     "taps",
     "integrations",
 ]
-FLOORS += ["engine", "demo", "serve", "cli"]
+FLOORS += ["engine", "demo", "serve", "route", "cli"]
 
 
 def imported_floors(path: Path) -> set[str]:
