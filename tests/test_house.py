@@ -34,7 +34,7 @@ FLOORS = [
     "link",
     "integrations",
 ]
-FLOORS += ["engine", "demo", "serve", "cli"]
+FLOORS += ["engine", "demo", "serve", "route", "cli"]
 
 
 def imported_floors(path: Path) -> set[str]:

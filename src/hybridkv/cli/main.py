@@ -17,6 +17,7 @@ from hybridkv.cli.interrupts import INTERRUPTED
 from hybridkv.cli.models import models_command
 from hybridkv.cli.plan import plan_command
 from hybridkv.cli.replay import replay_command
+from hybridkv.cli.route import route_command
 from hybridkv.cli.serve import serve_command
 from hybridkv.cli.store import store_app
 from hybridkv.errors import HybridKVError, InputError
@@ -37,6 +38,7 @@ app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("extract")(extract_command)
 app.command("serve")(serve_command)
+app.command("route")(route_command)
 app.command("demo")(demo_command)
 app.add_typer(store_app, name="store")
 

@@ -127,11 +127,13 @@ def serve_command(
 ) -> None:
     """Serve a model to any client of OpenAI's API, until Ctrl-C or SIGTERM."""
     serve = _serve()
-    keys = _keys(api_key or [])
+    keys = api_keys(api_key or [])
     max_body_bytes = parse_size(max_body)
-    _check_numbers(port=port, max_waiting=max_waiting, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout)
-    _check_choice("log format", log_format, serve.LOG_FORMATS)
-    _check_choice("log level", log_level, serve.LOG_LEVELS)
+    check_server_options(port, max_body_bytes, shutdown_timeout)
+    if max_waiting < 1:
+        raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
+    check_choice("log format", log_format, serve.LOG_FORMATS)
+    check_choice("log level", log_level, serve.LOG_LEVELS)
     layers = _hidden_layers(hidden_layers, hidden_states_dir)
     link = link_options(
         role,
@@ -257,8 +259,11 @@ def _hidden_folder(serve: Any, directory: Path | None, size: str | None, ttl_s: 
     return None
 
 
-def _keys(given: list[str]) -> tuple[str, ...]:
-    """An empty one is refused from the environment too: what was meant to be closed must not be open."""
+def api_keys(given: list[str]) -> tuple[str, ...]:
+    """Keys of options and of $HYBRIDKV_API_KEY.
+
+    An empty one is refused from the environment too: what was meant to be closed must not be open.
+    """
     keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or key != key.strip():
@@ -266,17 +271,15 @@ def _keys(given: list[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _check_numbers(*, port: int, max_waiting: int, max_body_bytes: int, shutdown_timeout: int) -> None:
+def check_server_options(port: int, max_body_bytes: int, shutdown_timeout: int) -> None:
     if not 0 <= port <= _HIGHEST_PORT:
         raise InputError(f"port {port}: choose 0 (any free one) to {_HIGHEST_PORT}")
-    if max_waiting < 1:
-        raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
     if max_body_bytes < _LEAST_BODY_BYTES:
         raise InputError(f"max body {max_body_bytes} bytes: no request would fit; choose 1KiB or more")
     if shutdown_timeout < 0:
         raise InputError(f"shutdown timeout {shutdown_timeout} s: choose 0 or more")
 
 
-def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+def check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InputError(f"{what} {value!r}: choose {' or '.join(known)}")

@@ -123,13 +123,24 @@ class Geometry:
         return 1 if group.role is Role.STATE else self.block_tokens
 
     def full_attention_bytes(self, num_tokens: int) -> int:
-        """Bytes that this engine's share of `num_tokens` tokens would take if every layer were kept as full attention.
+        """Bytes of `num_tokens` tokens if every layer were treated as full attention, as with one page size for all.
 
-        Windows and chunks keep all tokens, and states are kept once a block. Tapped layers are not counted.
+        Windows and chunks keep all blocks. A state counts once for as many tokens as an attention layer keeps in the
+        bytes of a layer's state: that is the block size which one page size forces. Tapped layers are not counted.
         """
-        num_blocks = -(-num_tokens // self.block_tokens)
-        counts = {Role.STATE: num_blocks, Role.TAP: 0}
-        return sum(group.item_bytes * counts.get(group.role, num_tokens) for group in self.groups.values())
+        whole = -(-num_tokens // self.block_tokens) * self.block_tokens
+        num_states = -(-num_tokens // self._uniform_tokens)
+        counts = {Role.STATE: num_states, Role.TAP: 0}
+        return sum(group.item_bytes * counts.get(group.role, whole) for group in self.groups.values())
+
+    @property
+    def _uniform_tokens(self) -> int:
+        """Tokens in a block if one page size has room for a state of a layer and for a block of a layer."""
+        per_layer = {Role.STATE: 0, Role.FULL: 0, Role.LOCAL: 0, Role.TAP: 0}
+        for group in self.groups.values():
+            per_layer[group.role] = max(per_layer[group.role], group.item_bytes // len(group.layers()))
+        token_bytes = max(per_layer[Role.FULL], per_layer[Role.LOCAL])
+        return max(self.block_tokens, -(-per_layer[Role.STATE] // token_bytes) if token_bytes else 1)
 
 
 # --- from a catalogue -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Middleware before every endpoint: API keys, body size limit, request ids, access log.
 
-Endpoints may set two fields of the request's state: `facts` for the log, and `outcome` where the status does not show
-it (a stream's status is sent before its outcome is known).
+The request's state has its `request_id`. Endpoints may set two fields of it: `facts` for the log, and `outcome` where
+the status does not show it (a stream's status is sent before its outcome is known).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Visit:
         self.id = _clean_id(Headers(scope=scope).get("x-request-id"))
         self.path: str = scope["path"]
         self.state: dict[str, Any] = scope.setdefault("state", {})
+        self.state["request_id"] = self.id
         self.is_begun = False
         self.is_answered = False
         self._method: str = scope["method"]

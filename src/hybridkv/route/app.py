@@ -1,0 +1,115 @@
+"""The endpoints of a router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from hybridkv import __version__
+from hybridkv.errors import InputError
+from hybridkv.route.pool import Pool
+from hybridkv.route.router import Router
+from hybridkv.serve.failures import answer_failures, failure
+from hybridkv.serve.middleware import Front
+from hybridkv.serve.replies import Health
+from hybridkv.serve.service import CHAT, COMPLETIONS
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """Options of a router."""
+
+    prefill: tuple[str, ...]
+    """URLs of prefill workers."""
+    decode: tuple[str, ...]
+    """URLs of decode workers."""
+    api_keys: tuple[str, ...] = ()
+    """API keys; a request must have one of them. Empty: no key is needed. Workers get what the client sends."""
+    max_body_bytes: int = 16 * 2**20
+    prefill_timeout_s: float = 120.0
+    """After this time the decode worker computes the prompt itself."""
+    is_early: bool = False
+    """Ask both workers at once, under a transfer id that the router chooses."""
+    rest_s: float = 5.0
+    """Time for which a worker is skipped that could not be reached."""
+
+    def __post_init__(self) -> None:
+        for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            if not urls:
+                raise InputError(f"no {role} worker: name one with --{role}, such as --{role} http://127.0.0.1:8100")
+            for url in urls:
+                _check_url(role, url)
+            if len({url.rstrip("/") for url in urls}) < len(urls):
+                raise InputError(f"--{role} names a worker twice: name each once")
+        if not self.prefill_timeout_s > 0:
+            raise InputError(f"prefill timeout {self.prefill_timeout_s} s: choose more than 0")
+
+
+def make_router(options: RouteOptions) -> Front:
+    """An ASGI application that routes requests to workers."""
+    prefill, decode = (
+        Pool(role, [url.rstrip("/") for url in urls], options.rest_s)
+        for role, urls in (("prefill", options.prefill), ("decode", options.decode))
+    )
+    router = Router(prefill, decode, prefill_timeout_s=options.prefill_timeout_s, is_early=options.is_early)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await router.close()
+
+    app = FastAPI(title="hybridkv route", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    answer_failures(app)
+    _add_endpoints(app, router)
+
+    def count(path: str, outcome: str) -> None:
+        if path in (COMPLETIONS, CHAT):
+            router.metrics.ended(outcome)
+
+    return Front(app, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, on_end=count)
+
+
+def _add_endpoints(app: FastAPI, router: Router) -> None:
+    @app.post(COMPLETIONS, response_model=None)
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await router.answer(request)
+
+    @app.post(CHAT, response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        """Answer messages."""
+        return await router.answer(request)
+
+    @app.get("/v1/models", response_model=None)
+    async def models(request: Request) -> Response:
+        """What a decode worker serves."""
+        return await router.relay_get(request)
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(request: Request, name: str) -> Response:
+        return await router.relay_get(request)
+
+    @app.get("/health", response_model=Health)
+    async def health() -> Health | Response:
+        """Whether a decode worker can serve requests."""
+        return Health(status="ok") if await router.is_healthy() else failure(503, "no decode worker is healthy")
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(router.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _check_url(role: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        has_address = parts.hostname is not None and parts.port != 0
+    except ValueError:
+        has_address = False
+    if not has_address or parts.scheme not in ("http", "https") or parts.query or parts.fragment or parts.username:
+        raise InputError(f"--{role} {url!r}: write http://HOST:PORT, such as http://127.0.0.1:8100")
