@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.geometry import FORMAT, Geometry
 from hybridkv.link.runs import Cutter, PageTables
 from hybridkv.plan import PlanOptions, make_plan
-from hybridkv.spec import LinearState, ModelSpec
+from hybridkv.spec import AttentionLayer, LinearState, ModelSpec
 from tests.link.sides import geometry_of
 from tests.link.test_runs import FAMILIES, plan_of, spec_of
 from tests.stream.naive import models
@@ -61,9 +62,12 @@ def test_a_state_of_several_pages_says_so() -> None:
 
 
 def full_bytes(model: ModelSpec, num_tokens: int, block_tokens: int) -> int:
-    states = sum(spec.nbytes for spec in model.layers if isinstance(spec, LinearState))
-    tokens = model.kv_bytes_per_token + model.local_bytes_per_token
-    return tokens * num_tokens + states * -(-num_tokens // block_tokens)
+    """One page size for all layers: a block has as many tokens as fit into the bytes of a layer's state."""
+    states = [spec.nbytes for spec in model.layers if isinstance(spec, LinearState)]
+    per_token = [spec.nbytes for spec in model.layers if isinstance(spec, AttentionLayer)]
+    block = max(block_tokens, math.ceil(max(states, default=0) / max(per_token))) if per_token else block_tokens
+    num_blocks = math.ceil(num_tokens / block_tokens)
+    return sum(per_token) * num_blocks * block_tokens + sum(states) * math.ceil(num_tokens / block)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

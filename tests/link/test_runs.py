@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.cache import Role
-from hybridkv.errors import HybridKVError, InputError
+from hybridkv.errors import HybridKVError, InputError, PlanError
 from hybridkv.link.errors import LinkMismatch
 from hybridkv.link.runs import Cutter, PageTables
 from hybridkv.models.reader import read_config
@@ -90,6 +90,26 @@ def test_a_prompt_moves_between_sizes(family: str, tp: int, their_tp: int) -> No
     sources = engines(family, tp, 0, 90)
     for target in engines(family, their_tp, 2, 90, seed=9):
         check_arrived(target, transfer(sending(sources, target), target, 0), 0)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "falcon_h1", "kimi_linear"])
+def test_states_move_between_different_numbers_of_pages(family: str) -> None:
+    options = [{"memory_bytes": size << 10, "row_layers": 1} for size in (130, 170, 240, 8000)]
+    sides = [state_side(spec_of(family), one) for one in options]
+    assert len({one.geometry.tables["state"].pages_per_item for one in sides}) > 1
+    for source in sides:
+        for target in sides:
+            for by_layer in (False, True):
+                check_arrived(target, transfer([source], target, 0, by_layer=by_layer), 0)
+
+
+def state_side(spec: ModelSpec, options: dict[str, Any]) -> Side:
+    """With little memory: as much as two blocks and a state need."""
+    while True:
+        try:
+            return side(spec, 20, options)
+        except (PlanError, IndexError):  # of the plan, or no slab is left
+            options = {**options, "memory_bytes": options["memory_bytes"] + (20 << 10)}
 
 
 @st.composite
@@ -247,8 +267,9 @@ def test_pages_outside_the_arena_are_refused(pages: list[Any]) -> None:
 
 def test_unknown_tables_and_taps_are_refused() -> None:
     (source,), (target,) = engines("llama", 1, 0, 16), engines("llama", 1, 0, 16)
-    with pytest.raises(LinkMismatch, match="group 'window7' is not one of the target's"):
-        cutter(source, target).parcels(source.tables, PageTables({"window7": [1]}, {}), 0, 16)
+    for wrong in (PageTables({"window7": [1]}, {}), PageTables({}, {"full": [1]})):
+        with pytest.raises(LinkMismatch, match=r"group '\w+' is not one of the target's"):
+            cutter(source, target).parcels(source.tables, wrong, 0, 16)
     untapped = replace(source.geometry, groups={"full": source.geometry.groups["full"]})
     cut = Cutter(untapped, target.geometry)
     assert cut.parcels(source.tables, target.tables, 0, 16)

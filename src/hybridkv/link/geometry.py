@@ -138,7 +138,7 @@ class Geometry:
         """Tokens in a block if one page size has room for a state of a layer and for a block of a layer."""
         per_layer = {Role.STATE: 0, Role.FULL: 0, Role.LOCAL: 0, Role.TAP: 0}
         for group in self.groups.values():
-            per_layer[group.role] = max(per_layer[group.role], group.item_bytes // len(group.layers()))
+            per_layer[group.role] = max(per_layer[group.role], group.item_bytes // len(group.layers))
         token_bytes = max(per_layer[Role.FULL], per_layer[Role.LOCAL])
         return max(self.block_tokens, -(-per_layer[Role.STATE] // token_bytes) if token_bytes else 1)
 

@@ -52,9 +52,10 @@ def cut(template: Template, placed: Placed, start: int, parcel_bytes: int) -> It
     starts, nbytes = _joined(placed, cuts, template.page_gap)
     source, target = placed.source[starts], placed.target[starts]
     firsts = np.minimum.reduceat(placed.first, cuts).tolist()
-    bounds = [*np.searchsorted(starts, cuts).tolist(), len(starts)]
+    runs = np.searchsorted(starts, cuts)
+    totals, bounds = np.add.reduceat(nbytes, runs).tolist(), [*runs.tolist(), len(starts)]
     has_tokens = template.group.role in (Role.FULL, Role.TAP)
-    for number, first in enumerate(firsts):
+    for number, (first, total) in enumerate(zip(firsts, totals, strict=True)):
         part = slice(bounds[number], bounds[number + 1])
         yield Parcel(
             template.target_table,
@@ -62,7 +63,7 @@ def cut(template: Template, placed: Placed, start: int, parcel_bytes: int) -> It
             source[part],
             target[part],
             nbytes[part],
-            int(nbytes[part].sum()),
+            total,
             first if has_tokens else start,
             template.last_layer,
         )
@@ -71,9 +72,9 @@ def cut(template: Template, placed: Placed, start: int, parcel_bytes: int) -> It
 def _cuts(nbytes: Ints, parcel_bytes: int) -> npt.NDArray[np.intp]:
     """The first run of each parcel."""
     ends = np.cumsum(nbytes)
-    cuts, sent = [0], 0
-    while int(ends[-1]) - sent > parcel_bytes:
-        cut = max(cuts[-1] + 1, int(np.searchsorted(ends, sent + parcel_bytes, side="right")))
+    cuts, sent, total = [0], 0, int(ends[-1])
+    while total - sent > parcel_bytes:
+        cut = max(cuts[-1] + 1, int(ends.searchsorted(sent + parcel_bytes, side="right")))
         if cut == len(nbytes):
             break
         cuts.append(cut)

@@ -19,6 +19,7 @@ from hybridkv.link.matching import match
 from hybridkv.link.parcels import PARCEL_BYTES, Parcel, Placed, cut
 from hybridkv.link.templates import Ints, Template, make_templates
 
+_NO_PAGES: Ints = np.zeros(0, np.int64)
 _ORDER = {Role.STATE: 0, Role.LOCAL: 1, Role.FULL: 2, Role.TAP: 3}
 
 
@@ -67,14 +68,20 @@ class Cutter:
         """
         if not 0 <= start <= end or parcel_bytes < 1:
             raise InputError(f"tokens [{start}, {end}) in parcels of {parcel_bytes} bytes: pass 0 <= start <= end")
-        self._check_names(target, start, end)
+        had, wanted = _arrays(self.source, "source", source), _arrays(self.target, "target", target)
+        wanted = {table: self._wanted(table, pages, start, end) for table, pages in wanted.items()}
+        self._check_taps(wanted)
         found: list[Parcel] = []
         for template in self._by_row if by_layer else self._by_table:
+            pages = wanted.get(template.target_table, _NO_PAGES)
+            if not pages.any():
+                continue
+            ours = had.get(template.source_table, _NO_PAGES)
             if template.group.role is Role.STATE:
-                placed = self._state(template, source, target)
+                placed = self._state(template, ours, pages)
             else:
-                placed = self._tokens(template, source, target, start, end)
-            if placed is not None and len(placed.nbytes):
+                placed = self._tokens(template, ours, pages, end)
+            if len(placed.nbytes):
                 self._check_inside(placed)
                 found += cut(template, placed, start, parcel_bytes)
         return found
@@ -93,26 +100,18 @@ class Cutter:
 
     # --- pages of a request -------------------------------------------------------------------------------------------
 
-    def _tokens(
-        self, template: Template, source: PageTables, target: PageTables, start: int, end: int
-    ) -> Placed | None:
-        wanted = self._wanted(target, template.target_table, start, end)
+    def _tokens(self, template: Template, had: Ints, wanted: Ints, end: int) -> Placed:
+        """`had`, `wanted`: the pages of all blocks."""
         blocks = np.flatnonzero(wanted)
-        if not len(blocks):
-            return None
         tokens, period = self.target.block_tokens, template.period_tokens
         first, last = int(blocks[0]) * tokens // period, -(-(int(blocks[-1]) + 1) * tokens // period)
-        pages = _by_period(wanted, first, last, period // tokens)
-        had = _page_array(self.source, template.source_table, source.tables.get(template.source_table, ()))
+        targets = _by_period(wanted, first, last, period // tokens)
         sources = _by_period(had, first, last, period // self.source.block_tokens)
-        self._check_had(template, sources, pages, first, end)
-        return self._placed(template, sources, pages, first)
+        self._check_had(template, sources, targets, first, end)
+        return self._placed(template, sources, targets, first)
 
-    def _state(self, template: Template, source: PageTables, target: PageTables) -> Placed | None:
-        wanted = _page_array(self.target, template.target_table, target.states.get(template.target_table, ()))
-        if not wanted.any():
-            return None
-        had = _page_array(self.source, template.source_table, source.states.get(template.source_table, ()))
+    def _state(self, template: Template, had: Ints, wanted: Ints) -> Placed:
+        """`had`, `wanted`: the pages of the state."""
         for side, table, pages, geometry in (
             ("source", template.source_table, had, self.source),
             ("target", template.target_table, wanted, self.target),
@@ -120,8 +119,8 @@ class Cutter:
             count = geometry.tables[table].pages_per_item
             if len(pages) != count or not pages.all():
                 raise LinkMismatch(
-                    f"group {table!r}: the {side} has pages {pages.tolist()} of a state that takes {count}; send none, "
-                    f"or a state that both sides hold"
+                    f"group {table!r}: the {side} has pages {pages.tolist()} of a state that takes {count}; pass all "
+                    f"pages on both sides, or none for the target"
                 )
         return self._placed(template, had[None], wanted[None], 0)
 
@@ -148,22 +147,21 @@ class Cutter:
         begins: Ints = slabs * grid.slab_bytes + numbers * grid.stride_bytes
         return begins
 
-    def _wanted(self, target: PageTables, table: str, start: int, end: int) -> Ints:
-        """Pages of the target's blocks; the null page for those without a token of [start, end)."""
+    def _wanted(self, table: str, pages: Ints, start: int, end: int) -> Ints:
+        """Pages of the target; the null page for blocks without a token of [start, end)."""
+        if self.target.tables[table].role is Role.STATE:
+            return pages
         tokens = self.target.block_tokens
-        wanted = _page_array(self.target, table, target.tables.get(table, ()))[: -(-end // tokens)].copy()
+        wanted = pages[: -(-end // tokens)].copy()
         wanted[: start // tokens if start < end else None] = NULL_PAGE
         return wanted
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _check_names(self, target: PageTables, start: int, end: int) -> None:
-        """The target's tables exist, and the source has those tapped layers that it wants."""
-        for table in (*target.tables, *target.states):
-            if table not in self.target.tables:
-                raise LinkMismatch(f"group {table!r} is not one of the target's: {', '.join(self.target.tables)}")
+    def _check_taps(self, wanted: Mapping[str, Ints]) -> None:
+        """The source keeps those tapped layers that the target wants."""
         for name, group in self.target.groups.items():
-            if name not in self.source.groups and self._wanted(target, group.rows[0].table, start, end).any():
+            if name not in self.source.groups and wanted.get(group.rows[0].table, _NO_PAGES).any():
                 raise LinkMismatch(
                     f"group {name!r}: the source does not keep it; start both engines with the same taps"
                 )
@@ -193,15 +191,30 @@ class Cutter:
                 raise LinkMismatch(f"bytes [{first}, {last}) are outside the {side}'s arena of {geometry.arena_bytes}")
 
 
-def _page_array(geometry: Geometry, table: str, pages: Sequence[int]) -> Ints:
+def _arrays(geometry: Geometry, side: str, pages: PageTables) -> dict[str, Ints]:
+    """By table: its pages, all of which are in the arena."""
+    found = {}
+    for tables, is_state in ((pages.tables, False), (pages.states, True)):
+        for name, numbers in tables.items():
+            table = geometry.tables.get(name)
+            if table is None or (table.role is Role.STATE) != is_state:
+                kind = "state" if is_state else "token"
+                raise LinkMismatch(
+                    f"group {name!r} is not one of the {side}'s {kind} groups: all its groups are "
+                    f"{', '.join(geometry.tables)}"
+                )
+            found[name] = _page_array(name, numbers, geometry.num_pages(name))
+    return found
+
+
+def _page_array(table: str, pages: Sequence[int], num_pages: int) -> Ints:
     try:
         found = np.asarray(pages, dtype=np.int64).reshape(len(pages))
     except (OverflowError, TypeError, ValueError) as error:
         raise LinkMismatch(f"group {table!r}: its pages are not a list of page numbers: {error}") from None
-    if len(found) and not (found.min() >= 0 and found.max() < geometry.num_pages(table)):
+    if len(found) and not (found.min() >= 0 and found.max() < num_pages):
         raise LinkMismatch(
-            f"group {table!r}: pages {found.min()} to {found.max()} are not all in an arena of "
-            f"{geometry.num_pages(table)} pages"
+            f"group {table!r}: pages {found.min()} to {found.max()} are not all in an arena of {num_pages} pages"
         )
     return found
 
