@@ -122,6 +122,7 @@ class Agent:
 
 
 def _nixl() -> ModuleType:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it tells each agent's start otherwise
     for package in _PACKAGES:
         try:
             return importlib.import_module(f"{package}._api")

@@ -111,8 +111,10 @@ class Consumer:
     def _warm_up(self, peer: Peer) -> None:
         try:
             peer.connect()
+        except (LinkMismatch, PeerUnproven, Refused) as error:
+            LOG.error("%s cannot be used: %s", peer.url, error)
         except LinkError as error:
-            LOG.warning("%s is not connected yet: %s", peer.url, error)
+            LOG.info("%s is not connected yet: %s", peer.url, error)
 
     def _claim(self, arrival: Arrival, wanted: Wanted) -> None:
         begin = time.monotonic()
