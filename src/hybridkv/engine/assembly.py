@@ -89,8 +89,6 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
 
 
 def _linked(options: LinkOptions, catalogue: Catalogue, loaded: LoadedModel, memory: Memory, cache: Cache) -> Linking:
-    if memory.device.type != "cpu":
-        raise InputError(f"a link of an engine on {memory.device}: links are for engines with device cpu so far")
     arena = memoryview(memory.buffer.numpy())
     geometry = Geometry.of(catalogue, arena_bytes=len(arena), identity=loaded.store_identity)
     return Linking(Link(options, geometry, arena), cache)

@@ -66,6 +66,7 @@ class EngineCore:
             max_num_seqs=max_num_seqs,
             streaming=streaming,
             receipts=self._receipts,
+            prefills=self._prefills,
         )
         self.waits = False
         """The last step had nothing to compute: all requests wait for a store."""

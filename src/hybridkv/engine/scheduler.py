@@ -15,6 +15,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from hybridkv.cache import Cache, Lease, Match, NoRoom, StepTables, extend_some
+from hybridkv.engine.linking.prefills import Prefills
 from hybridkv.engine.linking.receipts import Receipts
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
@@ -42,10 +43,12 @@ class Scheduler:
         max_num_seqs: int,
         streaming: Streaming | None = None,
         receipts: Receipts | None = None,
+        prefills: Prefills | None = None,
     ) -> None:
         self.cache = cache
         self.streaming = streaming
         self.receipts = receipts
+        self.prefills = prefills
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.pace = Pace()
@@ -190,6 +193,8 @@ class Scheduler:
             if tables is None:
                 return 0
             if isinstance(tables, NoRoom) and len(self.running) == 1:
+                if self.prefills is not None and self.prefills.withdraw_oldest():
+                    continue
                 tables = extend_some(self.cache, sample.lease, num_tokens)
                 if isinstance(tables, NoRoom):
                     sample.error = f"no room to go on at token {sample.lease.computed}: {tables.reason}"

@@ -67,7 +67,7 @@ class Agent:
             one for one in vars(api.nixlBind).values() if isinstance(one, type) and issubclass(one, Exception)
         )
         self._nixl = _patient_agent(api, name)
-        self._nixl.register_memory([(arena.address, arena.nbytes, 0, "")], "DRAM")
+        self._registered = self._nixl.register_memory([(arena.address, arena.nbytes, 0, "")], "DRAM")
         self.metadata: bytes = self._nixl.get_agent_metadata()
         """What a peer needs to write into this process. It is a key to all its memory."""
 
@@ -78,6 +78,10 @@ class Agent:
 
     def remove(self, peer: str) -> None:
         self._nixl.remove_remote_agent(peer)
+
+    def close(self) -> None:
+        """Call when no write from or to this arena is in progress."""
+        self._nixl.deregister_memory(self._registered)
 
     def write(self, peer: str, base: int, source: Offsets, target: Offsets, nbytes: Offsets, message: bytes) -> Write:
         """Write runs of the arena into the arena of `peer`, which begins at `base`. Then the peer gets `message`."""

@@ -96,8 +96,15 @@ class Consumer:
     def num_arrivals(self) -> int:
         return len(self._arrivals)
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Stop. Call after the engine has given up all arrivals: their pages must not be reused after that."""
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Stop, after all arrivals are settled, or after `timeout_s`. False: producers may still write to pages."""
+        with self._changed:
+            arrivals = list(self._arrivals.values())
+        for arrival in arrivals:
+            self.give_up(arrival, "the engine was closed")
+        deadline = self._clock() + timeout_s
+        while any(not one.is_settled for one in arrivals) and self._clock() < deadline:
+            time.sleep(_POLL_S)
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -105,6 +112,7 @@ class Consumer:
         self._callers.close(timeout_s)
         for peer in self._peers.values():
             peer.close()
+        return all(one.is_settled for one in arrivals)
 
     # --- calls to producers -------------------------------------------------------------------------------------------
 
@@ -143,7 +151,9 @@ class Consumer:
         self._stats.spent("claim", time.monotonic() - begin)
 
     def _ask(self, arrival: Arrival, wanted: Wanted) -> None:
-        arrival.full_attention_bytes = arrival.peer.cutter.target.full_attention_bytes(wanted.end)
+        geometry = arrival.peer.cutter.target
+        before = wanted.start // geometry.block_tokens * geometry.block_tokens
+        arrival.full_attention_bytes = geometry.full_attention_bytes(wanted.end - before)
         arrival.peer.client.call(
             "claim",
             {
@@ -218,12 +228,16 @@ class Consumer:
         for sender, data in self._agent.messages():
             try:
                 message = decode(data)
-                arrival = self._arrivals.get(message.claim)
-                if arrival is not None:
-                    arrival.hear(message, self._arena)
-                    self._after(arrival)
             except LinkError as error:
                 LOG.warning("a message of %s is dropped: %s", sender, error)
+                continue
+            arrival = self._arrivals.get(message.claim)
+            if arrival is not None:
+                try:
+                    arrival.hear(message, self._arena)
+                except LinkError as error:
+                    arrival.fail("protocol", str(error))
+                self._after(arrival)
 
     def _after(self, arrival: Arrival) -> None:
         """Count an arrival that is over, once. Forget it if it is settled. Tell the engine in any case."""

@@ -26,6 +26,8 @@ from hybridkv.link.stats import LinkStats
 LOG = logging.getLogger("hybridkv.link")
 ROLES = ("prefill", "decode", "both")
 _EXPIRE_EVERY_S = 0.2
+_STILL_WRITTEN: list[tuple[Agent, memoryview]] = []
+"""Arenas of closed links that peers may still write to, or that writes still read."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
 
@@ -109,8 +111,9 @@ class Link:
         self.consumer: Consumer | None = None
         self.server: ControlServer | None = None
         self._is_closed = threading.Event()
+        self._arena = arena
         address = np.frombuffer(arena, np.uint8).ctypes.data
-        agent = Agent(self.engine_id, Arena(address, len(arena)), options.host)
+        self._agent = agent = Agent(self.engine_id, Arena(address, len(arena)), options.host)
         if options.produces:
             self.producer = Producer(
                 self.engine_id,
@@ -146,14 +149,19 @@ class Link:
         return next((url for url in self.options.peers if peer_address(url) == (host, port)), None)
 
     def close(self) -> None:
-        """End all transfers. Peers that still write are given a moment."""
+        """End all transfers. If a write is still in progress after a moment, the arena is never freed."""
+        if self._is_closed.is_set():
+            return
         self._is_closed.set()
         if self.server is not None:
             self.server.close()
-        if self.producer is not None:
-            self.producer.close()
-        if self.consumer is not None:
-            self.consumer.close()
+        is_quiet = self.producer is None or self.producer.close()
+        is_quiet = (self.consumer is None or self.consumer.close()) and is_quiet
+        if is_quiet:
+            self._agent.close()
+        else:
+            LOG.warning("writes of linked engines are in progress: their memory is kept until the process ends")
+            _STILL_WRITTEN.append((self._agent, self._arena))
 
     def _handle(self, method: str, params: dict[str, Any], session: str) -> dict[str, Any]:
         assert self.producer is not None

@@ -261,6 +261,16 @@ class Producer:
         with self._lock:
             self._drop(outbound, reason)
 
+    def withdraw_oldest(self) -> bool:
+        """Withdraw the offer that has waited longest for a claim: its pages are needed. False: there is none."""
+        with self._lock:
+            for outbound in self._outbound.values():
+                if outbound.pages is not None and outbound.claim is None:
+                    self._stats.count_failure("room")
+                    self._drop(outbound, "its pages were needed for another request")
+                    return True
+        return False
+
     @property
     def num_outbound(self) -> int:
         return len(self._outbound)
@@ -273,11 +283,13 @@ class Producer:
                 self._stats.count_failure("lease" if outbound.claim is None else "consumer")
                 self._drop(outbound, f"the lease of {self.lease_s:g} s was not renewed")
 
-    def close(self, timeout_s: float = 2.0) -> None:
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """False: writes are still in progress."""
         with self._lock:
             for outbound in list(self._outbound.values()):
                 self._drop(outbound, "the producer was closed")
         self._pusher.close(timeout_s)
+        return not self._pusher.num_active
 
     # --- pushes -------------------------------------------------------------------------------------------------------
 
@@ -289,11 +301,7 @@ class Producer:
         assert claim is not None
         assert pages is not None
         push = self._new_push(claim)
-        try:
-            push.add(pages, claim.pages, claim.start, claim.prompt.num_tokens)
-        except LinkMismatch as error:
-            self._stats.count_failure("mismatch")
-            push.fail(str(error))
+        push.add(pages, claim.pages, claim.start, claim.prompt.num_tokens)
         push.finish(outbound.first)
         outbound.push = push
         self._pusher.start(push)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hybridkv.link.agent import Agent, Write
 from hybridkv.link.checksums import checksum
-from hybridkv.link.errors import PeerDown
+from hybridkv.link.errors import LinkMismatch, PeerDown
 from hybridkv.link.messages import End, Failed, FirstToken, Message, ParcelLanded, Plan, encode
 from hybridkv.link.parcels import Parcel
 from hybridkv.link.runs import Cutter, PageTables
@@ -38,6 +38,15 @@ class Target(NamedTuple):
     base: int
     """Address of its arena."""
     cutter: Cutter
+
+
+class _Uncut(NamedTuple):
+    """Pages whose parcels are cut on the pushing thread."""
+
+    source: PageTables
+    wanted: PageTables
+    start: int
+    end: int
 
 
 class _Due(NamedTuple):
@@ -67,6 +76,7 @@ class Push:
         self._checksums = checksums
         self._parcel_bytes = parcel_bytes
         self._lock = threading.Lock()
+        self._uncut: deque[_Uncut] = deque()
         self._plans: deque[Plan] = deque()
         self._due: deque[_Due] = deque()
         self._writes: list[Write] = []
@@ -77,10 +87,8 @@ class Push:
 
     def add(self, source: PageTables, wanted: PageTables, start: int, end: int) -> None:
         """Send tokens [start, end) and, if `source` has them, the states at `end`. The pages hold them already."""
-        parcels = self.target.cutter.parcels(source, wanted, start, end, parcel_bytes=self._parcel_bytes)
         with self._lock:
-            step = self._begin(source, start, end, by_layer=False, num_parcels=len(parcels))
-            self._due += [_Due(parcel, step, number, None) for number, parcel in enumerate(parcels)]
+            self._uncut.append(_Uncut(source, wanted, start, end))
 
     def begin_step(self, source: PageTables, wanted: PageTables, start: int, end: int) -> LayerParcels:
         """As `add`, for pages that a step fills: its parcels are sent layer by layer."""
@@ -127,6 +135,9 @@ class Push:
             self.is_dead = True
             self.fail(str(error))
             return True
+        except LinkMismatch as error:
+            self.fail(str(error))
+            return True
 
     def _poll(self) -> bool:
         """Take writes that have ended off the list, failed ones too."""
@@ -143,6 +154,7 @@ class Push:
         return len(left) < before
 
     def _post(self) -> bool:
+        self._cut()
         with self._lock:
             plan = self._plans.popleft() if self._plans else None
             due = self._due.popleft() if plan is None and self._due else None
@@ -163,9 +175,18 @@ class Push:
         self.num_descriptors += len(parcel.nbytes)
         return True
 
+    def _cut(self) -> None:
+        while self._uncut:
+            source, wanted, start, end = self._uncut[0]
+            parcels = self.target.cutter.parcels(source, wanted, start, end, parcel_bytes=self._parcel_bytes)
+            with self._lock:
+                step = self._begin(source, start, end, by_layer=False, num_parcels=len(parcels))
+                self._due += [_Due(parcel, step, number, None) for number, parcel in enumerate(parcels)]
+                self._uncut.popleft()
+
     def _end(self) -> bool:
         with self._lock:
-            if self._first is None or self._plans or self._due or self._writes:
+            if self._first is None or self._uncut or self._plans or self._due or self._writes:
                 return False
             message = End(self.claim, tuple(self._num_parcels), self._first)
         return self._say_last(message)

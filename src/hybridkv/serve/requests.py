@@ -103,7 +103,10 @@ class _SampledRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def refuse_unsupported(self) -> None:
-        check_extras(self.model_extra or {}, known=type(self).model_fields)
+        extras = dict(self.model_extra or {})
+        if (self.kv_transfer_params or {}).get("do_remote_decode"):
+            extras.pop("max_completion_tokens", None)  # proxies send it to both endpoints, and it is 1
+        check_extras(extras, known=type(self).model_fields)
         if self.stream_options is None:
             return
         if not self.stream:

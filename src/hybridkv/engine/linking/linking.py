@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -23,14 +22,13 @@ class Linking:
         self.receipts = None if link.consumer is None else Receipts(link.consumer, cache)
         self.on_event: Callable[[], None] = _nobody
         """Called on any thread when `tend` has something to do."""
-        self._released: deque[str] = deque()
         link.on_change = lambda: self.on_event()
         link.on_release = self._release
 
     def tend(self) -> None:
         """Unpin what was sent, and free pages that no producer writes to any more."""
-        while self._released and self.prefills is not None:
-            self.prefills.release(self._released.popleft())
+        if self.prefills is not None:
+            self.prefills.unpin_released()
         if self.receipts is not None:
             self.receipts.settle()
 
@@ -42,7 +40,8 @@ class Linking:
             self.prefills.after_layer(layer)
 
     def _release(self, request_id: str) -> None:
-        self._released.append(request_id)
+        if self.prefills is not None:
+            self.prefills.released(request_id)
         self.on_event()
 
 

@@ -7,6 +7,7 @@ claimed it before that, each step pushes the blocks that it completes, row by ro
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,13 +38,15 @@ class Prefill:
 
 
 class Prefills:
-    """Called on the engine thread."""
+    """Called on the engine thread, but for `released`."""
 
     def __init__(self, link: Link, producer: Producer, cache: Cache) -> None:
         self._link = link
         self._producer = producer
         self._cache = cache
         self._pins: dict[str, Pin] = {}
+        self._released: deque[str] = deque()
+        """Requests whose pages need no pin any more."""
         self._step: list[LayerParcels] = []
 
     @property
@@ -75,11 +78,22 @@ class Prefills:
         request.kv_transfer_params = transfer_params.answer(self._link, outbound.request_id, request.prompt_tokens)
         self._producer.offer(outbound, PageTables(pin.pages.tables, pin.pages.states), first_tokens(request))
 
-    def release(self, request_id: str) -> None:
-        """The link does not need the pages of a request any more."""
-        pin = self._pins.pop(request_id, None)
-        if pin is not None:
-            self._cache.unpin(pin)
+    def released(self, request_id: str) -> None:
+        """The link does not need the pages of a request any more. Called on any thread."""
+        self._released.append(request_id)
+
+    def unpin_released(self) -> None:
+        while self._released:
+            pin = self._pins.pop(self._released.popleft(), None)
+            if pin is not None:
+                self._cache.unpin(pin)
+
+    def withdraw_oldest(self) -> bool:
+        """Give up the prompt that has waited longest for its consumer, because there is no room. False: none waits."""
+        if not self._producer.withdraw_oldest():
+            return False
+        self.unpin_released()
+        return True
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
