@@ -17,6 +17,7 @@ from hybridkv import Engine, SamplingParams
 from hybridkv.cache import CacheStats
 from hybridkv.demo import demo_model
 from hybridkv.engine import SUPPORTED, Completion, EngineStats, MemoryUse, Metrics, Result, Update
+from hybridkv.link.stats import LinkStats
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.store import StoreStats
@@ -130,7 +131,7 @@ def test_every_field_of_what_comes_back_is_listed(kind: type[Any]) -> None:
     assert sorted(listed) == sorted([*(field.name for field in dataclasses.fields(kind)), *properties])
 
 
-@pytest.mark.parametrize("kind", [EngineStats, CacheStats, MemoryUse, StreamStats, StoreStats])
+@pytest.mark.parametrize("kind", [EngineStats, CacheStats, MemoryUse, StreamStats, StoreStats, LinkStats])
 def test_every_counter_is_listed_and_no_other(kind: type[Any]) -> None:
     rows = list(table("docs/stats.md", f"`{kind.__name__}`"))
     assert [name for cell, *_ in rows for name in names(cell)] == [field.name for field in dataclasses.fields(kind)]

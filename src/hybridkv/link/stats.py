@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from hybridkv.link.arrival import Arrival
     from hybridkv.link.push import Push
 
+_LOCK = threading.Lock()
+"""Held to change counters: several threads of a link do."""
+
 
 @dataclass(slots=True)
 class LinkStats:
@@ -35,19 +38,18 @@ class LinkStats:
     """By phase: connect, claim (from asking to its answer), arrive (to the last byte), verify, push, checksum."""
     failures: Counter[str] = field(default_factory=Counter)
     """By kind: docs/disaggregation.md lists them."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_failure(self, kind: str) -> None:
-        with self._lock:
+        with _LOCK:
             self.failures[kind] += 1
 
     def spent(self, phase: str, seconds: float) -> None:
-        with self._lock:
+        with _LOCK:
             self.seconds[phase] += seconds
 
     def sent(self, push: Push) -> None:
         """Count a push that is over."""
-        with self._lock:
+        with _LOCK:
             self.sent_bytes += push.num_bytes
             self.sent_descriptors += push.num_descriptors
             self.seconds["push"] += time.monotonic() - push.began
@@ -57,7 +59,7 @@ class LinkStats:
 
     def received(self, arrival: Arrival) -> None:
         """Count an arrival that is complete."""
-        with self._lock:
+        with _LOCK:
             self.received_requests += 1
             self.received_tokens += arrival.end - arrival.start
             self.received_bytes += arrival.num_bytes
@@ -65,6 +67,6 @@ class LinkStats:
             self.full_attention_bytes += arrival.full_attention_bytes
 
     def snapshot(self) -> LinkStats:
-        with self._lock:
+        with _LOCK:
             seconds = defaultdict(float, self.seconds)
-            return replace(self, seconds=seconds, failures=Counter(self.failures), _lock=threading.Lock())
+            return replace(self, seconds=seconds, failures=Counter(self.failures))
