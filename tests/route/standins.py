@@ -41,6 +41,8 @@ class StandIn:
         self.link: Any = None
         self.links_asked = 0
         self.is_held = False
+        self.is_ready: Callable[[], bool] = lambda: True
+        """It answers no request before this holds."""
         self.events: list[bytes] | None = None
         self.ended = threading.Event()
         """Set when a held request was cancelled."""
@@ -58,6 +60,8 @@ class StandIn:
     async def complete(self, request: Request) -> Response:
         self.bodies.append(await request.json())
         self.seen.append(dict(request.headers))
+        while not self.is_ready():
+            await asyncio.sleep(0.005)
         if self.is_held:
             await self._hold(request)
         if self.events is not None:

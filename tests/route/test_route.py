@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -245,6 +246,14 @@ def test_requests_spread_over_workers() -> None:
 # --- clients that go --------------------------------------------------------------------------------------------------
 
 
+def test_a_client_goes_before_its_body_is_complete(prefill: StandIn, decode: StandIn) -> None:
+    with routing([prefill], [decode]) as routed:
+        with socket.create_connection(("127.0.0.1", int(routed.url.split(":")[-1]))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert eventually(lambda: routed.metrics()["requests_total|disconnected"] == 1)
+        assert routed.metrics()["requests_total|failed"] == 0
+
+
 def test_a_client_goes_during_prefill(prefill: StandIn, decode: StandIn) -> None:
     prefill.is_held = True
     with routing([prefill], [decode]) as routed:
@@ -306,6 +315,7 @@ def test_a_link_on_all_addresses_is_reached_at_the_workers(prefill: StandIn, dec
 @pytest.mark.parametrize("status", [400, 500])
 def test_an_early_prefill_fails_first(prefill: StandIn, decode: StandIn, status: int) -> None:
     prefill.link, prefill.status, decode.is_held = LINK, status, True
+    prefill.is_ready = lambda: bool(decode.bodies)
     with routing([prefill], [decode], is_early=True) as routed:
         letting = threading.Thread(target=decode.let_go_when_left)
         letting.start()

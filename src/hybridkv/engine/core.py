@@ -105,7 +105,7 @@ class EngineCore:
         """
         self.limits.check(prompt, params)
         if isinstance(remote, RemoteDecode):
-            params = replace(params, max_tokens=1)
+            params = replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1

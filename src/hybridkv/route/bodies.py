@@ -44,8 +44,9 @@ def prefill_body(body: Body, is_chat: bool, transfer_id: str | None = None) -> B
     sent = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
     if is_chat or "max_completion_tokens" in body:
         sent["max_completion_tokens"] = 1
-    for name in ("stream_options", "min_tokens"):  # min_tokens above 1 would be an error
-        sent.pop(name, None)
+    sent.pop("stream_options", None)
+    if isinstance(body.get("min_tokens"), int):  # more than max_tokens would be an error; 0 or not matters to the token
+        sent["min_tokens"] = min(body["min_tokens"], 1)
     return sent
 
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from hybridkv.route.bodies import Body, decode_body, needs_no_prefill_worker, parse_body
@@ -20,7 +20,7 @@ from hybridkv.route.prefills import Asked, Early, PrefillRefused, Prefills
 from hybridkv.route.relay import RelayedStream, is_event_stream, whole_reply
 from hybridkv.route.upstream import Upstream
 from hybridkv.serve.failures import failure
-from hybridkv.serve.jobs import while_connected
+from hybridkv.serve.jobs import ClientGone, while_connected
 
 LOG = logging.getLogger("hybridkv.route")
 _FORWARDED = ("authorization", "accept", "traceparent", "tracestate")
@@ -42,7 +42,10 @@ class Router:
     async def answer(self, request: Request) -> Response:
         """A reply, or a stream that has not started yet. Both workers are left when the client disconnects."""
         start = time.monotonic()
-        body = parse_body(await request.body())
+        try:
+            body = parse_body(await request.body())
+        except ClientDisconnect:
+            raise ClientGone from None
         asked = Asked(request.state.request_id, request.url.path, body, _headers_for_workers(request))
         return await while_connected(request.receive, self._route(asked, start))
 
