@@ -62,9 +62,8 @@ def test_both_workers_get_their_bodies(prefill: StandIn, decode: StandIn) -> Non
         assert routed.metrics()["requests_total|completed"] == 1
     assert (reply.status_code, reply.json()["from"]) == (200, "decode")
     assert reply.headers["x-request-id"] == "mine"
-    assert prefill.bodies == [
-        {"prompt": "ä", "max_tokens": 1, "temperature": 0.1, "stream": False, "kv_transfer_params": ASKED}
-    ]
+    asked = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": ASKED}
+    assert prefill.bodies == [asked]
     assert decode.bodies == [
         {"prompt": "ä", "max_tokens": 50, "min_tokens": 5, "temperature": 0.1, "kv_transfer_params": PARAMS}
     ]
