@@ -245,6 +245,7 @@ class _Rig:
             "received": stats.received_requests,
             "sent": stats.sent_requests,
             "requests": len(core._requests),
+            "computed": core.computed_tokens,
         }
 
     def wait_for(self, timeout_s: float = 15.0, **wanted: Any) -> dict[str, Any]:
@@ -331,6 +332,17 @@ class _Rig:
             return write(*args)
 
         self._replace(producer._agent, "write", slow)
+
+    def slow_steps(self, delay_s: float) -> None:
+        """Pause before each step of the model."""
+        runner = self.engine._core.runner
+        run = runner.run
+
+        def slow(*args: Any) -> Any:
+            time.sleep(delay_s)
+            return run(*args)
+
+        self._replace(runner, "run", slow)
 
     def spoil_source(self, number: int) -> None:
         """Change a byte of the `number`-th write from now on, after its checksum was computed."""
