@@ -148,10 +148,10 @@ class Link:
     def close(self) -> None:
         """End all transfers. Peers that still write are given a moment."""
         self._is_closed.set()
-        if self.server is not None:
-            self.server.close()
         if self.producer is not None:
             self.producer.close()
+        if self.server is not None:  # a consumer takes a producer that does not listen for dead: its writes end first
+            self.server.close()
         if self.consumer is not None:
             self.consumer.close()
 
