@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +26,6 @@ _RUBBISH: list[Any] = [
     {"kind": "parcel", "claim": ["CLAIM"], "step": 0, "number": 0, "checksum": 1},
     {"kind": "parcel", "claim": "CLAIM", "step": {}, "number": 0, "checksum": 1},
     {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": "0", "checksum": 1},
-    {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": 1 << 40, "checksum": 1},
-    {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": -1, "checksum": 1},
     {"kind": "parcel", "claim": "unknown", "step": 0, "number": 0, "checksum": 1},
     {"kind": "end", "claim": "unknown", "num_parcels": [], "first": []},
     {"kind": "end", "claim": "CLAIM", "num_parcels": ["a"], "first": []},
@@ -38,20 +37,45 @@ _RUBBISH: list[Any] = [
     {**_PLAN, "step": "one", "pages": {"tables": {}, "states": {}}},
     {**_PLAN, "step": 9, "start": "a", "pages": {"tables": {}, "states": {}}},
     {**_PLAN, "step": 9, "pages": {"tables": {"full": ["a"]}, "states": {"full": None}}},
-    {**_PLAN, "step": 9, "end": 1 << 50, "pages": {"tables": {"full": [1 << 40]}, "states": {}}},
 ]
-RUBBISH = [one if isinstance(one, bytes) else json.dumps(one, separators=(",", ":")).encode() for one in _RUBBISH]
+_LIES: list[Any] = [
+    {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": 1 << 40, "checksum": 1},
+    {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": -1, "checksum": 1},
+    {"kind": "parcel", "claim": "CLAIM", "step": 0, "number": 0, "checksum": 1},
+    {"kind": "end", "claim": "CLAIM", "num_parcels": [1, 1], "first": []},
+    {**_PLAN, "end": 1 << 50, "pages": {"tables": {"full": [1 << 40]}, "states": {}}},
+    {**_PLAN, "start": -5, "pages": {"tables": {"full": [1, 2]}, "states": {}}},
+    {**_PLAN, "parcel_bytes": 0, "pages": {"tables": {}, "states": {"none": [1]}}},
+]
+
+
+def encoded(messages: Sequence[Any]) -> list[bytes]:
+    return [one if isinstance(one, bytes) else json.dumps(one, separators=(",", ":")).encode() for one in messages]
 
 
 @TRANSPORTS
 def test_messages_that_are_repeated_reordered_or_rubbish(crew: Crew) -> None:
     producer = crew.producer()
     consumer = crew.consumer(producer, timeout_s=20.0)
-    for confusion in (("repeat",), ("reverse",), ("babble", RUBBISH)):
+    for confusion in (("repeat",), ("reverse",), ("babble", encoded(_RUBBISH))):
         consumer.call("confuse", *confusion)
         crew.check_handover(producer, consumer)
         consumer.call("restore")
     assert consumer.call("wait_for", arrivals=0)["failures"] == {}
+
+
+@TRANSPORTS
+def test_messages_that_lie(crew: Crew) -> None:
+    """They have the right form and name a claim, but not what exists. The reply is right, and the link goes on."""
+    producer = crew.producer()
+    consumer = crew.consumer(producer, timeout_s=0.5)
+    for lie in encoded(_LIES):
+        consumer.call("confuse", "babble", [lie])
+        prompt = crew.prompt()
+        assert consumer.call("reply", prompt, producer.call("prefill", prompt))[0] == crew.right(prompt)
+        consumer.call("wait_for", quarantined=0, arrivals=0)
+        consumer.call("restore")
+    crew.check_handover(producer, consumer)
 
 
 @TRANSPORTS
@@ -172,7 +196,7 @@ def test_the_consumer_aborts_its_request(crew: Crew, gate: str) -> None:
 @pytest.mark.parametrize("ends", ["abort", "lease", "withdrawn"])
 def test_an_early_claim_that_ends_while_its_prompt_is_computed(crew: Crew, ends: str) -> None:
     """Nothing stays pinned, and the producer's engine goes on."""
-    producer = crew.producer(max_num_batched_tokens=64, lease_s=0.5 if ends == "lease" else 20.0)
+    producer = crew.producer(max_num_batched_tokens=64, max_num_seqs=8, lease_s=0.5 if ends == "lease" else 20.0)
     consumer = crew.consumer(producer, timeout_s=20.0)
     prompt = crew.prompt()
     answer = consumer.ask("reply", prompt, early_params(producer.port, "early"))
