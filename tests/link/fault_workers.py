@@ -275,8 +275,10 @@ class _Rig:
         """Stop the link where it passes `gate` next: connect, claim, write-N, written-N, end."""
         self._gates[gate] = threading.Event()
 
-    def open(self, gate: str) -> None:
-        self._gates.pop(gate).set()
+    def open(self, gate: str, delay_s: float = 0.0) -> None:
+        """Open a gate, after some time."""
+        opened = self._gates.pop(gate)
+        threading.Timer(delay_s, opened.set).start()
 
     def restore(self) -> None:
         """Undo all other seams, and count writes from 0 again."""
