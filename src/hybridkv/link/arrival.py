@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridkv.link.checksums import checksum
@@ -50,7 +50,8 @@ class Wanted:
 @dataclass(slots=True)
 class _Step:
     parcels: Sequence[Parcel]
-    landed: int = 0
+    landed: set[int] = field(default_factory=set)
+    """Numbers of those that have landed. A message that comes twice counts once."""
 
 
 class Arrival:
@@ -78,6 +79,12 @@ class Arrival:
         """From the claim to the last byte."""
         self.deadline = float("inf")
         self.verify_seconds = 0.0
+        self.engine_id = ""
+        """The engine that its claim was sent to."""
+        self.is_asking = False
+        """Its claim is being sent: it cannot be settled before the answer."""
+        self.is_settling = False
+        """The producer is being asked whether it is settled."""
         self.next_settle = 0.0
         """When to ask again whether it is settled."""
         self._is_counted = False
@@ -106,13 +113,17 @@ class Arrival:
             return self.end - self.start
         return max(0, self._good_until - self.start) if self.failure == "corrupt" else 0
 
-    def claimed(self, wanted: Wanted, timeout_s: float) -> None:
-        """The claim is about to be sent. From now on the producer may write to its pages."""
+    def claimed(self, wanted: Wanted, timeout_s: float) -> bool:
+        """The claim is about to be sent. From now on the producer may write to its pages. False: it has failed."""
         with self._lock:
+            if self.is_over:
+                return False
+            self.is_asking = True
             self.wanted, self.stage, self.is_settled = wanted, Stage.CLAIMED, False
             self._good_until = wanted.end
             self.claimed_at = time.monotonic()
             self.deadline = self.claimed_at + timeout_s
+            return True
 
     def fail(self, kind: str, reason: str, *, is_settled: bool = False) -> None:
         """Give up, unless it is over. `is_settled`: no write is in progress."""
@@ -152,6 +163,10 @@ class Arrival:
 
     def _plan(self, plan: Plan, arena: memoryview) -> None:
         assert self.wanted is not None
+        if not self.start <= plan.start <= plan.end <= self.end:
+            raise LinkError(f"a plan of tokens {plan.start} to {plan.end}, where {self.start} to {self.end} are wanted")
+        if plan.step in self._steps:
+            return
         wanted, cutter = self.wanted.pages, self.peer.cutter
         if plan.end < self.end:
             wanted = PageTables(wanted.tables, {})
@@ -171,7 +186,9 @@ class Arrival:
         if not 0 <= note.number < len(step.parcels):
             raise LinkError(f"parcel {note.number} of a step with {len(step.parcels)}")
         parcel = step.parcels[note.number]
-        step.landed += 1
+        if note.number in step.landed:
+            return
+        step.landed.add(note.number)
         self.num_bytes += parcel.total_bytes
         self.num_descriptors += len(parcel.nbytes)
         if note.checksum is not None:
@@ -194,7 +211,7 @@ class Arrival:
             return
         for number, count in enumerate(self._end.num_parcels):
             step = self._steps.get(number)
-            if step is None or step.landed < count:
+            if step is None or len(step.landed) < count:
                 return
         self.first = self._end.first
         self.seconds = time.monotonic() - self.claimed_at

@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
 from hybridkv.link import control
-from hybridkv.link.errors import LinkError, PeerDown, PeerSilent, PeerUnproven
+from hybridkv.link.errors import LinkError, PeerDown, PeerGone, PeerSilent, PeerStranger, PeerUnproven
 from hybridkv.link.secret import Secret
 
 
@@ -59,7 +59,7 @@ class Channel:
         raise PeerDown(f"{self._url} forgets its sessions at once: it has too many clients; call again later")
 
     def _hello(self, deadline: float) -> _Session:
-        """Say hello. Raises PeerUnproven before anything else is sent if the server does not know the secret."""
+        """Say hello. Raises PeerStranger before anything else is sent if the server does not know the secret."""
         nonce = secrets.token_hex(control.NONCE_BYTES)
         body = control.to_json({"version": control.VERSION, "nonce": nonce})
         reply = self._post("/hello", body, {}, deadline)
@@ -118,6 +118,8 @@ class Channel:
                 connection.request("POST", path, body, headers)
                 self._set_timeout(deadline)
                 response = connection.getresponse()
+            except ConnectionRefusedError as error:
+                raise PeerGone(f"{self._url} is not there ({error}): check that its process runs") from error
             except ConnectionError as error:
                 raise _NoReply(str(error)) from error
             if (response.length or 0) > self._max_body_bytes:
@@ -139,8 +141,8 @@ class Channel:
         if self._connection.sock is not None:
             self._connection.sock.settimeout(left)
 
-    def _unproven(self) -> PeerUnproven:
-        return PeerUnproven(
+    def _unproven(self) -> PeerStranger:
+        return PeerStranger(
             f"{self._url} does not prove that it knows the link secret: give both sides the same secret, and check "
             "that the address is that of an engine's link"
         )

@@ -1,6 +1,7 @@
 """The consuming half of a link: claims prompts of producers, verifies what lands, and waits until pages are safe.
 
-One thread takes NIXL's messages, watches deadlines and renews leases. A few others make calls to producers.
+One thread takes NIXL's messages, watches deadlines and renews leases. A few others make calls to producers: each
+producer has its own, so that one that does not answer delays no call to another.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from functools import partial
 
 from hybridkv.link.agent import Agent
 from hybridkv.link.arrival import Arrival, Stage, Wanted
-from hybridkv.link.errors import LinkError, LinkMismatch, PeerDown, PeerSilent, PeerUnproven, Refused
-from hybridkv.link.messages import decode, pages_to_json
+from hybridkv.link.errors import LinkError, LinkMismatch, PeerDown, PeerGone, PeerSilent, PeerStranger, PeerUnproven, Refused
+from hybridkv.link.messages import Message, decode, pages_to_json
 from hybridkv.link.peers import Peer
 from hybridkv.link.stats import LinkStats
 from hybridkv.workers import Workers
 
 LOG = logging.getLogger("hybridkv.link")
 
-_CALLERS = 4
+_CALLERS = 3
+"""Threads for calls to one producer."""
 _POLL_S = 0.0005
 _SETTLE_EVERY_S = 0.25
 _DEAD_AFTER_S = 1.0
-"""A producer that refused connections twice, this far apart, is dead, and what it sent has landed."""
+"""A producer whose address was found without it twice, this far apart, is dead, and what it sent has landed."""
 _RENEWALS = 4
 """A lease is renewed at least this often in its time."""
 _RENEW_EVERY_S = 1.0
@@ -59,14 +61,16 @@ class Consumer:
         self._changed = threading.Condition()
         self._arrivals: dict[str, Arrival] = {}
         """By claim: those that are not over, or not settled."""
-        self._refused_at: dict[str, float] = {}
-        """By claim: when its producer first refused a connection."""
+        self._gone_since: dict[str, float] = {}
+        """By claim: when its producer was first found gone."""
+        self._renewing: set[str] = set()
+        """Peers with a renewal in progress."""
         self._is_closed = False
-        self._callers = Workers(_CALLERS, "hybridkv-link-call")
+        self._callers = {peer.url: Workers(_CALLERS, "hybridkv-link-call") for peer in peers}
         self._thread = threading.Thread(target=self._run, name="hybridkv-link", daemon=True)
         self._thread.start()
         for peer in peers:
-            self._callers.submit(partial(self._warm_up, peer))
+            self._callers[peer.url].submit(partial(self._warm_up, peer))
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -80,8 +84,10 @@ class Consumer:
 
     def claim(self, arrival: Arrival, wanted: Wanted) -> None:
         """Ask for the prompt. Its pages belong to the arrival until it is done, or settled."""
-        arrival.claimed(wanted, self._timeout_s)
-        self._callers.submit(lambda: self._claim(arrival, wanted))
+        if not arrival.claimed(wanted, self._timeout_s):  # it has failed just now
+            self._on_change()
+            return
+        self._callers[arrival.peer.url].submit(lambda: self._claim(arrival, wanted))
         with self._changed:
             self._changed.notify()
 
@@ -90,7 +96,7 @@ class Consumer:
         was_waiting = arrival.stage is Stage.WAITING
         self._fail(arrival, "aborted", reason)
         if was_waiting:
-            self._callers.submit(lambda: self._release(arrival))
+            self._callers[arrival.peer.url].submit(lambda: self._release(arrival))
 
     @property
     def num_arrivals(self) -> int:
@@ -109,7 +115,8 @@ class Consumer:
             self._is_closed = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        self._callers.close(timeout_s)
+        for callers in self._callers.values():
+            callers.close(timeout_s / len(self._callers))
         for peer in self._peers.values():
             peer.close()
         return all(one.is_settled for one in arrivals)
@@ -133,24 +140,24 @@ class Consumer:
             except Refused as refused:
                 if refused.kind != "unconnected":
                     raise
+                arrival.engine_id = ""
                 arrival.peer.connect(again=True)
                 self._ask(arrival, wanted)
-        except Refused as refused:
-            self._fail(arrival, refused.kind, refused.reason, is_settled=True)
-        except LinkMismatch as error:
-            self._fail(arrival, "mismatch", str(error), is_settled=True)
-        except PeerUnproven as error:
-            self._fail(arrival, "unproven", str(error))
-        except PeerSilent as error:
-            self._fail(arrival, "timeout", str(error))
+        except (Refused, LinkMismatch, PeerStranger) as error:
+            self._fail(arrival, _kind_of(error), str(error), is_settled=True)
         except LinkError as error:
-            self._fail(arrival, "peer", str(error))
+            self._fail(arrival, _kind_of(error), str(error), is_settled=not arrival.engine_id)
         except BaseException as error:  # a bug: the request computes its prompt instead
             LOG.exception("a claim has failed")
             self._fail(arrival, "error", repr(error))
+        finally:
+            arrival.is_asking = False
         self._stats.spent("claim", time.monotonic() - begin)
 
     def _ask(self, arrival: Arrival, wanted: Wanted) -> None:
+        if arrival.is_over:
+            raise LinkError("the request does not wait any more")
+        arrival.engine_id = arrival.peer.engine_id
         geometry = arrival.peer.cutter.target
         before = wanted.start // geometry.block_tokens * geometry.block_tokens
         arrival.full_attention_bytes = geometry.full_attention_bytes(wanted.end - before)
@@ -178,6 +185,7 @@ class Consumer:
     def _renew(self, peer: Peer, arrivals: Sequence[Arrival]) -> None:
         try:
             answer = peer.client.call("renew", {"request_ids": [one.request_id for one in arrivals]})
+            known = set(answer["known"])
         except PeerDown as error:
             for arrival in arrivals:
                 self._fail(arrival, "peer", str(error))
@@ -185,7 +193,8 @@ class Consumer:
         except LinkError as error:
             LOG.warning("leases at %s are not renewed: %s", peer.url, error)
             return
-        known = set(answer["known"])
+        finally:
+            self._renewing.discard(peer.url)
         for arrival in arrivals:
             if arrival.request_id not in known and arrival.stage is Stage.WAITING and not arrival.is_early:
                 self._fail(arrival, "unknown", f"{peer.url} has no prompt {arrival.request_id}: its lease has ended")
@@ -194,14 +203,19 @@ class Consumer:
         """Find out whether the producer may still write to the pages of a failed arrival."""
         try:
             answer = arrival.peer.client.call("cancel", {"claim": arrival.id})
-        except PeerDown:
-            first = self._refused_at.setdefault(arrival.id, self._clock())
-            is_settled = self._clock() - first >= _DEAD_AFTER_S
+            is_gone, is_settled = answer["engine_id"] != arrival.engine_id, bool(answer["settled"])
+        except (PeerGone, PeerStranger):
+            is_gone, is_settled = True, False
         except LinkError as error:
             LOG.debug("%s does not say whether it still writes: %s", arrival.peer.url, error)
-            return
+            is_gone, is_settled = False, False
+        finally:
+            arrival.is_settling = False
+        if is_gone:
+            since = self._gone_since.setdefault(arrival.id, self._clock())
+            is_settled = self._clock() - since >= _DEAD_AFTER_S
         else:
-            is_settled = bool(answer["settled"])
+            self._gone_since.pop(arrival.id, None)
         if is_settled:
             arrival.settle()
             self._after(arrival)
@@ -233,11 +247,15 @@ class Consumer:
                 continue
             arrival = self._arrivals.get(message.claim)
             if arrival is not None:
-                try:
-                    arrival.hear(message, self._arena)
-                except LinkError as error:
-                    arrival.fail("protocol", str(error))
-                self._after(arrival)
+                self._hear(arrival, message)
+
+    def _hear(self, arrival: Arrival, message: Message) -> None:
+        try:
+            arrival.hear(message, self._arena)
+        except Exception as error:  # what it names does not exist: the request computes its prompt instead
+            LOG.warning("a message of %s makes no sense", arrival.peer.url, exc_info=error)
+            self._fail(arrival, "protocol", str(error))
+        self._after(arrival)
 
     def _after(self, arrival: Arrival) -> None:
         """Count an arrival that is over, once. Forget it if it is settled. Tell the engine in any case."""
@@ -256,7 +274,7 @@ class Consumer:
         if arrival.is_settled:
             with self._changed:
                 self._arrivals.pop(arrival.id, None)
-            self._refused_at.pop(arrival.id, None)
+            self._gone_since.pop(arrival.id, None)
         self._on_change()
 
     def _care(self, now: float, renewed_at: dict[str, float]) -> None:
@@ -273,15 +291,32 @@ class Consumer:
             else:
                 by_peer.setdefault(arrival.peer, []).append(arrival)
         for peer, waiting in by_peer.items():
-            if now - renewed_at.get(peer.url, 0.0) >= min(_RENEW_EVERY_S, (peer.lease_s or 1.0) / _RENEWALS):
+            is_due = now - renewed_at.get(peer.url, 0.0) >= min(_RENEW_EVERY_S, (peer.lease_s or 1.0) / _RENEWALS)
+            if is_due and peer.url not in self._renewing:
                 renewed_at[peer.url] = now
-                self._callers.submit(partial(self._renew, peer, waiting))
+                self._renewing.add(peer.url)
+                self._callers[peer.url].submit(partial(self._renew, peer, waiting))
         for arrival in unsettled:
-            if now >= arrival.next_settle:
+            if now >= arrival.next_settle and not arrival.is_asking and not arrival.is_settling:
                 arrival.next_settle = now + _SETTLE_EVERY_S
-                self._callers.submit(partial(self._settle, arrival))
+                arrival.is_settling = True
+                self._callers[arrival.peer.url].submit(partial(self._settle, arrival))
         self._stats.quarantined = len(unsettled)
 
     def _fail(self, arrival: Arrival, kind: str, reason: str, *, is_settled: bool = False) -> None:
         arrival.fail(kind, reason, is_settled=is_settled)
         self._after(arrival)
+
+
+def _kind_of(error: LinkError) -> str:
+    """Kind of failure of a claim."""
+    match error:
+        case Refused():
+            return error.kind
+        case LinkMismatch():
+            return "mismatch"
+        case PeerUnproven():
+            return "unproven"
+        case PeerSilent():
+            return "timeout"
+    return "peer"

@@ -13,12 +13,20 @@ class PeerDown(LinkError):  # noqa: N818 - reads as what it says
     """The peer does not listen, or has closed the connection."""
 
 
+class PeerGone(PeerDown):
+    """Nothing listens at the peer's address, or another process does: the peer has ended."""
+
+
 class PeerSilent(LinkError):  # noqa: N818
     """The peer has not answered in time. It may still execute the call."""
 
 
 class PeerUnproven(LinkError):  # noqa: N818
     """The peer does not know the shared secret, or a message was changed on its way."""
+
+
+class PeerStranger(PeerUnproven):
+    """The process at the peer's address does not know the secret. Nothing was sent to it but a greeting."""
 
 
 class Refused(LinkError):  # noqa: N818

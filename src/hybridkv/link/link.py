@@ -153,9 +153,9 @@ class Link:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        if self.server is not None:
-            self.server.close()
         is_quiet = self.producer is None or self.producer.close()
+        if self.server is not None:  # a consumer takes a producer that does not listen for dead: its writes end first
+            self.server.close()
         is_quiet = (self.consumer is None or self.consumer.close()) and is_quiet
         if is_quiet:
             self._agent.close()

@@ -85,9 +85,27 @@ def decode(data: bytes) -> Message:
             fields["num_parcels"] = tuple(fields["num_parcels"])
             fields["first"] = tuple(_first(one) for one in fields["first"])
         message: Message = kind(**fields)
+        _check(message)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LinkError(f"a message of {len(data)} bytes is not of this protocol: {error!r}") from error
     return message
+
+
+def _check(message: Message) -> None:
+    """Raises TypeError if a field is not of its type."""
+    texts: list[Any] = [message.claim]
+    numbers: list[Any] = []
+    if isinstance(message, Plan):
+        numbers = [message.step, message.start, message.end, message.parcel_bytes]
+        numbers += [page for pages in (*message.pages.tables.values(), *message.pages.states.values()) for page in pages]
+    elif isinstance(message, ParcelLanded):
+        numbers = [message.step, message.number, message.checksum or 0]
+    elif isinstance(message, End):
+        numbers = [*message.num_parcels]
+    else:
+        texts.append(message.reason)
+    if not all(type(one) is int for one in numbers) or not all(type(one) is str for one in texts):
+        raise TypeError("a field of another type")
 
 
 def pages_to_json(pages: PageTables) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class Peer:
         self.url = url
         self.client = ControlClient(url, secret)
         self.lease_s = 0.0
-        self._engine_id = engine_id
+        self.engine_id = ""
+        """Of the process that was connected to last."""
+        self._own_id = engine_id
         self._agent = agent
         self._geometry = geometry
         self._stats = stats
@@ -53,12 +55,13 @@ class Peer:
                 raise LinkMismatch(f"{self.url} cannot feed this engine: {error}") from error
             self._agent.add(b64decode(answer["metadata"]))
             self.lease_s = float(answer["lease_s"])
+            self.engine_id = str(answer["engine_id"])
             self._stats.spent("connect", time.monotonic() - begin)
 
     def _card(self) -> dict[str, Any]:
         return {
             "version": VERSION,
-            "engine_id": self._engine_id,
+            "engine_id": self._own_id,
             "geometry": self._geometry.to_json(),
             "metadata": b64encode(self._agent.metadata).decode(),
             "base": self._agent.arena.address,

@@ -33,6 +33,8 @@ _MAX_TARGETS = 256
 """Consumers that are remembered. The oldest is forgotten: it connects again when it is refused."""
 _MAX_EARLY = 4096
 """Claims that may wait for their prompt."""
+_MAX_CANCELLED = 1 << 16
+"""Cancelled claims that are remembered: a call that was sent earlier may be executed later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,12 @@ class Producer:
         self._lock = threading.RLock()
         self._targets: dict[str, Target] = {}
         """Consumers, by engine id."""
+        self._dead: set[str] = set()
+        """Names of consumers that could not be reached and are forgotten once no push to them is left."""
         self._outbound: dict[str, Outbound] = {}
+        self._cancelled: dict[str, None] = {}
+        """Claims whose consumers have given up, the oldest first."""
+        self._is_closed = False
         self._pusher = Pusher(self._push_over)
         self._calls: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "connect": self._connect,
@@ -140,9 +147,12 @@ class Producer:
             raise Refused(str(error), "mismatch") from error
         engine_id = str(params["engine_id"])
         with self._lock:
+            if self._pusher.is_pushing_to(engine_id):
+                raise Refused("writes to this consumer have not ended yet: compute this prompt", "busy")
             self._forget(engine_id)
-            while len(self._targets) >= _MAX_TARGETS:
-                self._forget(next(iter(self._targets)))
+            idle = [one for one in self._targets if not self._pusher.is_pushing_to(one)]
+            for one in idle[: max(0, len(self._targets) + 1 - _MAX_TARGETS)]:
+                self._forget(one)
             name = self._agent.add(b64decode(params["metadata"]))
             self._targets[engine_id] = Target(name, int(params["base"]), cutter)
         return {
@@ -166,11 +176,15 @@ class Producer:
         """A consumer has pages for a prompt. The push starts now, or when the prompt is there (`early`)."""
         with self._lock:
             target = self._targets.get(str(params["engine_id"]))
-            if target is None:
+            if target is None or target.name in self._dead:
                 raise Refused("this consumer is not connected: connect, then claim again", "unconnected")
             prompt = Prompt(int(params["num_tokens"]), str(params["digest"]), str(params["sampling"]))
             pages = pages_from_json(params["pages"])
             claim = Claim(str(params["claim"]), target, prompt, int(params["start"]), pages)
+            if claim.id in self._cancelled:
+                raise Refused("this claim was cancelled before it came", "cancelled")
+            if self._is_closed:
+                raise Refused("this engine is being closed: compute this prompt", "closed")
             outbound = self._claimed(str(params["request_id"]), is_early=bool(params["early"]))
             if outbound.prompt is not None:
                 _check_same(outbound.prompt, prompt)
@@ -208,8 +222,12 @@ class Producer:
             ]
             for outbound in found:
                 self._drop(outbound, "the consumer gave up")
-            push = self._pusher.find(str(params["claim"]))
-        return {"settled": push is None}
+            claim = str(params["claim"])
+            self._cancelled[claim] = None
+            if len(self._cancelled) > _MAX_CANCELLED:
+                del self._cancelled[next(iter(self._cancelled))]
+            push = self._pusher.find(claim)
+        return {"settled": push is None, "engine_id": self._engine_id}
 
     def _release(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A consumer does not need a prompt that it has not claimed."""
@@ -240,6 +258,8 @@ class Producer:
     def start_early(self, outbound: Outbound) -> Push | None:
         """The push of a prompt that is being computed, if it is claimed."""
         with self._lock:
+            if self._outbound.get(outbound.request_id) is not outbound:  # the consumer may have reused its pages
+                return None
             if outbound.push is None and outbound.claim is not None and outbound.pages is None:
                 outbound.push = self._new_push(outbound.claim)
                 self._pusher.start(outbound.push)
@@ -248,9 +268,12 @@ class Producer:
     def offer(self, outbound: Outbound, pages: PageTables, first: Sequence[FirstToken]) -> None:
         """The prompt is computed, and its pages are pinned until `on_release`."""
         with self._lock:
+            self._stats.offers += 1
+            if self._outbound.get(outbound.request_id) is not outbound:  # its consumer gave up or died meanwhile
+                self._on_release(outbound.request_id)
+                return
             outbound.pages, outbound.first = pages, first
             outbound.expires_at = self._clock() + self.lease_s
-            self._stats.offers += 1
             if outbound.push is not None:  # all its steps were pushed
                 outbound.push.finish(first)
             else:
@@ -259,7 +282,8 @@ class Producer:
     def withdraw(self, outbound: Outbound, reason: str) -> None:
         """The prompt will not be computed, or its pages are wrong."""
         with self._lock:
-            self._drop(outbound, reason)
+            if self._outbound.get(outbound.request_id) is outbound:
+                self._drop(outbound, reason)
 
     def withdraw_oldest(self) -> bool:
         """Withdraw the offer that has waited longest for a claim: its pages are needed. False: there is none."""
@@ -286,6 +310,7 @@ class Producer:
     def close(self, timeout_s: float = 2.0) -> bool:
         """False: writes are still in progress."""
         with self._lock:
+            self._is_closed = True
             for outbound in list(self._outbound.values()):
                 self._drop(outbound, "the producer was closed")
         self._pusher.close(timeout_s)
@@ -334,8 +359,12 @@ class Producer:
             for outbound in found:
                 del self._outbound[outbound.request_id]
                 self._on_release(outbound.request_id)
+            name = push.target.name
             if push.is_dead:
-                for engine_id in [key for key, target in self._targets.items() if target.name == push.target.name]:
+                self._dead.add(name)
+            if name in self._dead and not self._pusher.is_pushing_to(name):  # NIXL still needs it for their writes
+                self._dead.remove(name)
+                for engine_id in [key for key, target in self._targets.items() if target.name == name]:
                     self._forget(engine_id)
 
 

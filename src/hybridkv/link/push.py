@@ -114,6 +114,11 @@ class Push:
         with self._lock:
             self.failure = self.failure or reason
 
+    def break_off(self, reason: str) -> None:
+        """As `fail`, after an error that is not the consumer's. It is not over while writes are in progress."""
+        self.fail(reason)
+        self.is_over = not self._writes
+
     def _begin(self, source: PageTables, start: int, end: int, *, by_layer: bool, num_parcels: int) -> int:
         step = len(self._num_parcels)
         self._num_parcels.append(num_parcels)
@@ -242,6 +247,11 @@ class Pusher:
         with self._changed:
             return next((push for push in self._active if push.claim == claim), None)
 
+    def is_pushing_to(self, name: str) -> bool:
+        """Whether a push to this consumer is not over."""
+        with self._changed:
+            return any(push.target.name == name for push in self._active)
+
     def start(self, push: Push) -> None:
         with self._changed:
             self._active.append(push)
@@ -276,12 +286,12 @@ class Pusher:
         try:
             moved = push.advance()
         except Exception as error:  # a bug, or an error of NIXL that it should not raise: this push alone fails
-            LOG.exception("a push to %s has failed", push.target.name)
-            push.fail(f"{type(error).__name__}: {error}")
-            push.is_over = True
-            moved = True
+            moved = push.failure is None
+            if moved:
+                LOG.exception("a push to %s has failed", push.target.name)
+            push.break_off(f"{type(error).__name__}: {error}")
         if push.is_over:
-            self._on_over(push)
             with self._changed:
                 self._active.remove(push)
+            self._on_over(push)
         return moved
