@@ -221,12 +221,12 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
 
     def run(number: int, command: str, args: Any, options: Any) -> None:
         try:
-            answer = (number, True, getattr(host, command)(*args, **options))
+            answer = pickle.dumps((number, True, getattr(host, command)(*args, **options)))
         except BaseException as error:
             error.add_note(f"in process {os.getpid()}, by {command}")
-            answer = (number, False, error)
+            answer = pickle.dumps((number, False, error))
         with lock:
-            pipe.send_bytes(pickle.dumps(answer))
+            pipe.send_bytes(answer)
 
     try:
         while True:
