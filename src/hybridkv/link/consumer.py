@@ -137,6 +137,8 @@ class Consumer:
                 self._ask(arrival, wanted)
         except Refused as refused:
             self._fail(arrival, refused.kind, refused.reason, is_settled=True)
+            if refused.kind == "prompt":  # this consumer was to have it, and no other will ask
+                self._release(arrival)
         except LinkMismatch as error:
             self._fail(arrival, "mismatch", str(error), is_settled=True)
         except PeerUnproven as error:
