@@ -283,10 +283,13 @@ class EngineCore:
         return sample.take_update() if sample.finish_reason is None else self._end(sample, sample.finish_reason)
 
     def _read_prompt_rows(self, request: Request, lease: Lease) -> None:
-        """Read the hidden states of a prompt that has been computed. If no more is wanted, the lease drops its taps."""
+        """Read the hidden states of a prompt that has been computed. If no more is wanted, the lease drops its taps.
+
+        A prompt that is computed for another engine keeps them: they are offered with it.
+        """
         numbers = request.tapped.numbers
         request.hidden = self.runner.taps.read(lease.named_tables, numbers, request.prompt_tokens)
-        if request.params.hidden_tokens == "prompt":
+        if request.params.hidden_tokens == "prompt" and request.prefill is None:
             self.cache.drop_taps(lease)
 
     def _failed(self, scheduled: Sequence[Scheduled], error: Exception) -> list[Update]:

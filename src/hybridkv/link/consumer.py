@@ -144,7 +144,10 @@ class Consumer:
                 arrival.peer.connect(again=True)
                 self._ask(arrival, wanted)
         except (Refused, LinkMismatch, PeerStranger) as error:
-            self._fail(arrival, _kind_of(error), str(error), is_settled=True)
+            kind = _kind_of(error)
+            self._fail(arrival, kind, str(error), is_settled=True)
+            if kind == "prompt":  # this consumer was to have it, and no other will ask
+                self._release(arrival)
         except LinkError as error:
             self._fail(arrival, _kind_of(error), str(error), is_settled=not arrival.engine_id)
         except BaseException as error:  # a bug: the request computes its prompt instead

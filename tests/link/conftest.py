@@ -1,0 +1,35 @@
+"""Processes of linked engines, ended whatever becomes of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.link.pairs import Pair, Pairs
+from tests.link.workers import Workers
+
+
+@pytest.fixture(scope="package")
+def pairs() -> Iterator[Pairs]:
+    kept = Pairs()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def pair(pairs: Pairs, family: str, transport: str) -> Iterator[Pair]:
+    """A producer and a consumer of `family` with empty caches. Nothing of the test is left when it ends."""
+    used = pairs.get(family, transport)
+    try:
+        yield used
+        used.check_at_rest()
+    except BaseException:
+        pairs.drop(used)
+        raise
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with Workers() as started:
+        yield started
