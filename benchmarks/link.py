@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Fewer and smaller transfers and prompts.")
     parser.add_argument("--only", type=_parts, default=_parts(USUAL), help=f"Parts, with commas; default: {USUAL}.")
     args = parser.parse_args()
-    console = Console(stderr=True, width=max(150, Console(stderr=True).width))
+    console = Console(width=None if sys.stdout.isatty() else 160)
     load, began = os.getloadavg()[0], time.perf_counter()
     machine = f"{platform.machine()} CPU, {os.cpu_count()} cores, no GPU is used"
     console.print(f"{machine}; load average at the start: {load:.1f}")
@@ -75,7 +75,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - began, 1),
         **found,
     }
-    print(json.dumps(report), file=sys.stdout)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

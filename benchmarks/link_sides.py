@@ -10,7 +10,6 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from hybridkv.cache import CacheLayout
@@ -64,13 +63,13 @@ class _Side:
     def __init__(self, name: str, page_bytes: int, arena_bytes: int, seed: int) -> None:
         self.geometry = make_geometry(page_bytes, arena_bytes)
         random = np.random.default_rng(seed)
-        words = random.integers(0, 2**63, self.geometry.arena_bytes // 8, dtype=np.int64)
-        self.bytes: NDArray[np.uint8] = words.view(np.uint8)
-        self.plain = Agent(name, Arena(self.bytes.ctypes.data, len(self.bytes)), HOST)
+        self.arena = memoryview(bytearray(random.bytes(self.geometry.arena_bytes)))
+        address = np.frombuffer(self.arena, np.uint8).ctypes.data
+        self.plain = Agent(name, Arena(address, len(self.arena)), HOST)
         self.link: Link
 
     def open(self, options: LinkOptions) -> Link:
-        return Link(options, self.geometry, memoryview(self.bytes))
+        return Link(options, self.geometry, self.arena)
 
     def card(self) -> tuple[bytes, int, int]:
         """For the other side: metadata and address of the plain agent, and the number of pages."""
@@ -81,7 +80,7 @@ class _Side:
         for page in pages:
             slab, number = divmod(page, grid.pages_per_slab)
             begin = slab * grid.slab_bytes + number * grid.stride_bytes
-            found.update(self.bytes[begin : begin + grid.stride_bytes])
+            found.update(self.arena[begin : begin + grid.stride_bytes])
         return found.hexdigest()
 
     def seconds(self) -> dict[str, float]:
@@ -163,4 +162,4 @@ class Receiver(_Side):
         return time.perf_counter()
 
     def clear(self) -> None:
-        self.bytes[:] = 0
+        np.frombuffer(self.arena, np.uint8)[:] = 0

@@ -1,7 +1,7 @@
 """Bandwidth of the link between two processes, against one plain NIXL write of as many bytes, in turn.
 
-Ours is timed from `Consumer.claim` to the arrival being over, with all parcels verified; the plain write from posting to
-its message having come to the other process. Both use the same processes and the same arenas.
+Ours is timed from `Consumer.claim` until all parcels have landed and were verified; the plain write from posting until
+its message is in the other process. Both use the same processes and the same arenas.
 """
 
 from __future__ import annotations
