@@ -19,7 +19,7 @@ MORE := 0.7
 .PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-store prove-stream prove-taps prove-vllm \
-	bench bench-core bench-engine bench-form bench-hidden bench-replay bench-store bench-serve bench-stream bench-vllm
+	bench bench-core bench-engine bench-form bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -141,6 +141,9 @@ bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM
 
 bench-hidden: setup ## Hidden states: their cost against plain requests and stock transformers: ARGS="--model DIR"
 	$(BIN)/python benchmarks/hidden_states.py $(ARGS)
+
+bench-link: setup ## The link of a prefill and a decode engine against plain NIXL and one engine: ARGS=--quick for a short one
+	$(BIN)/python benchmarks/link.py $(ARGS)
 
 bench-replay: setup-vllm ## A trace through vLLM's KVCacheManager and ours: TRACE=file, ARGS=more options
 	@test -n "$(TRACE)" || { echo "name a trace in Mooncake's format: make bench-replay TRACE=file" >&2; exit 2; }

@@ -333,7 +333,13 @@ class Producer:
 
     def _new_push(self, claim: Claim) -> Push:
         return Push(
-            self._agent, self._arena, claim.target, claim.id, checksums=self._checksums, parcel_bytes=self._parcel_bytes
+            self._agent,
+            self._arena,
+            claim.target,
+            claim.id,
+            checksums=self._checksums,
+            parcel_bytes=self._parcel_bytes,
+            wake=self._pusher.wake,
         )
 
     def _refuse_late(self, claim: Claim, reason: str) -> None:

@@ -28,6 +28,8 @@ _POLL_S = 0.0001
 _LONGEST_POLL_S = 0.005
 _IDLE_S = 0.05
 """Time without progress after which polls become rare."""
+_LONGEST_WAIT_S = 0.5
+"""Without writes in progress the thread waits to be woken; this bounds the wait."""
 
 
 class Target(NamedTuple):
@@ -61,8 +63,17 @@ class Push:
     """One transfer. `add`, `finish` and `fail` are called on any thread, `advance` on the pushing thread."""
 
     def __init__(
-        self, agent: Agent, arena: memoryview, target: Target, claim: str, *, checksums: bool, parcel_bytes: int
+        self,
+        agent: Agent,
+        arena: memoryview,
+        target: Target,
+        claim: str,
+        *,
+        checksums: bool,
+        parcel_bytes: int,
+        wake: Callable[[], None],
     ) -> None:
+        """`wake`: called on any thread when `advance` has something to do."""
         self.target = target
         self.claim = claim
         self.num_bytes = 0
@@ -75,6 +86,7 @@ class Push:
         self._arena = arena
         self._checksums = checksums
         self._parcel_bytes = parcel_bytes
+        self._wake = wake
         self._lock = threading.Lock()
         self._uncut: deque[_Uncut] = deque()
         self._plans: deque[Plan] = deque()
@@ -89,6 +101,7 @@ class Push:
         """Send tokens [start, end) and, if `source` has them, the states at `end`. The pages hold them already."""
         with self._lock:
             self._uncut.append(_Uncut(source, wanted, start, end))
+        self._wake()
 
     def begin_step(self, source: PageTables, wanted: PageTables, start: int, end: int) -> LayerParcels:
         """As `add`, for pages that a step fills: its parcels are sent layer by layer."""
@@ -96,23 +109,27 @@ class Push:
         parcels = cutter.parcels(source, wanted, start, end, parcel_bytes=size, by_layer=True)
         with self._lock:
             step = self._begin(source, start, end, by_layer=True, num_parcels=len(parcels))
+        self._wake()
         return LayerParcels(self, step, parcels)
 
     def send(self, step: int, number: int, parcel: Parcel) -> None:
         """Send a parcel now. Its checksum is computed here, since its pages may be moved after the step."""
-        value = checksum(self._arena, parcel.source, parcel.nbytes)
+        value = checksum(self._arena, parcel.source, parcel.nbytes) if self._checksums else None
         with self._lock:
             self._due.append(_Due(parcel, step, number, value))
+        self._wake()
 
     def finish(self, first: Sequence[FirstToken]) -> None:
         """Nothing more is added."""
         with self._lock:
             self._first = tuple(first)
+        self._wake()
 
     def fail(self, reason: str) -> None:
         """Post no more writes. The consumer is told once those in progress have ended."""
         with self._lock:
             self.failure = self.failure or reason
+        self._wake()
 
     def break_off(self, reason: str) -> None:
         """As `fail`, after an error that is not the consumer's. It is not over while writes are in progress."""
@@ -124,6 +141,11 @@ class Push:
         self._num_parcels.append(num_parcels)
         self._plans.append(Plan(self.claim, step, start, end, by_layer, self._parcel_bytes, source))
         return step
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether writes are in progress: only polls tell when they end."""
+        return bool(self._writes)
 
     # --- on the pushing thread ----------------------------------------------------------------------------------------
 
@@ -235,6 +257,7 @@ class Pusher:
         self._changed = threading.Condition()
         self._active: list[Push] = []
         self._is_closed = False
+        self._has_news = False
         self._thread = threading.Thread(target=self._run, name="hybridkv-push", daemon=True)
         self._thread.start()
 
@@ -255,6 +278,12 @@ class Pusher:
     def start(self, push: Push) -> None:
         with self._changed:
             self._active.append(push)
+            self.wake()
+
+    def wake(self) -> None:
+        """A push has something to do."""
+        with self._changed:
+            self._has_news = True
             self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
@@ -263,7 +292,7 @@ class Pusher:
             for push in self._active:
                 push.fail("the producer was closed")
             self._is_closed = True
-            self._changed.notify()
+            self.wake()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -275,12 +304,21 @@ class Pusher:
                 if self._is_closed and not self._active:
                     return
                 active = list(self._active)
+                self._has_news = False
             moved = [self._advance(push) for push in active]
             if any(moved):
                 quiet_since = time.monotonic()
-            else:
+            elif any(push.is_writing for push in active):
                 idle_s = time.monotonic() - quiet_since
                 time.sleep(_LONGEST_POLL_S if idle_s > _IDLE_S else _POLL_S)
+            else:
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until a push has something to do: polls in vain would take the engine's thread its time."""
+        with self._changed:
+            if not self._has_news:
+                self._changed.wait(_LONGEST_WAIT_S)
 
     def _advance(self, push: Push) -> bool:
         try:
