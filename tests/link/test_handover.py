@@ -114,9 +114,7 @@ def test_stop_texts(pair: Pair, family: str, transport: str) -> None:
 @transports
 @families
 @pytest.mark.parametrize("known", ["received", "computed"])
-def test_the_next_turn_of_a_conversation_sends_what_is_new(
-    pair: Pair, family: str, transport: str, known: str
-) -> None:
+def test_the_next_turn_of_a_conversation_sends_what_is_new(pair: Pair, family: str, transport: str, known: str) -> None:
     tokens = prompt(90, 1)
     first = pair.hand_over(tokens, GREEDY) if known == "received" else pair.consumer.generate(tokens, GREEDY)
     said = tokens + first.token_ids

@@ -165,9 +165,7 @@ class _Host:
     def generate(
         self, prompt: list[int], params: Any, *, salt: str = "", transfer: Mapping[str, Any] | None = None
     ) -> Any:
-        [result] = self.engine.generate(
-            [prompt], params, cache_salt=salt, kv_transfer_params=transfer, progress=False
-        )
+        [result] = self.engine.generate([prompt], params, cache_salt=salt, kv_transfer_params=transfer, progress=False)
         return result
 
     def leave(self, prompt: list[int], params: Any, transfer: Mapping[str, Any] | None, after_s: float) -> Any:
