@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - the fork server has it then
+from hybridkv.link.checksums import checksum
 
 from hybridkv.engine import Engine, SamplingParams
 from hybridkv.errors import HybridKVError
 from hybridkv.link import arrival as arrivals
 from hybridkv.link.agent import Agent
-from hybridkv.link.checksums import checksum
 from hybridkv.link.link import Link, LinkOptions
 from hybridkv.link.push import Push
 from tests.engine import zoo

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from hybridkv.cache import Cache, CacheLayout, named_policy
 from hybridkv.engine.core import EngineCore
+from hybridkv.engine.linking.device_arena import DeviceArena
 from hybridkv.engine.linking.linking import Linking
 from hybridkv.engine.loading.checkpoint import LoadedModel
 from hybridkv.engine.loading.host import allow_many_files, keep_freed_memory, plan_no_attention
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.errors import InputError
+from hybridkv.link.arena import Arena, HostArena
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.link import Link, LinkOptions
 from hybridkv.memory import Memory
@@ -89,9 +91,10 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
 
 
 def _linked(options: LinkOptions, catalogue: Catalogue, loaded: LoadedModel, memory: Memory, cache: Cache) -> Linking:
-    arena = memoryview(memory.buffer.numpy())
-    geometry = Geometry.of(catalogue, arena_bytes=len(arena), identity=loaded.store_identity)
-    return Linking(Link(options, geometry, arena), cache)
+    buffer = memory.buffer
+    arena: Arena = DeviceArena(buffer) if buffer.is_cuda else HostArena(memoryview(buffer.numpy()))
+    geometry = Geometry.of(catalogue, arena_bytes=arena.place.nbytes, identity=loaded.store_identity)
+    return Linking(Link(options, geometry, arena), cache, memory.device)
 
 
 def memory_bytes(memory: str | int) -> int:

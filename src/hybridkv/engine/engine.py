@@ -28,7 +28,7 @@ from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming.store_traffic import check_streaming
-from hybridkv.errors import HybridKVError, InputError, RequestError
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link import params as transfer_params
 from hybridkv.link.link import Link, LinkOptions
 from hybridkv.link.params import RemoteDecode, RemotePrefill
@@ -100,8 +100,6 @@ class Engine:
             trust=trust_remote_code,
         )
         kind = choose_device(device).type
-        if link is not None and kind != "cpu":
-            raise InputError(f"a link of an engine on {kind}: links are for engines with device cpu so far")
         settings = Settings(
             plan=plan_options(
                 kind,

@@ -10,12 +10,12 @@ import importlib
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridkv.errors import InputError
+from hybridkv.link.arena import Offsets, Place
 from hybridkv.link.errors import PeerDown
 from hybridkv.link.interfaces import interface_of
 
@@ -23,15 +23,6 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """The same API under three names. The first does not pull CUDA."""
 _PROGRESS_DELAY_US = 1000
 """Pause of UCX's progress thread. NIXL's Python wrapper has 0: notifications then take 32 ms, and half a core."""
-
-Offsets = NDArray[np.int64]
-
-
-class Arena(NamedTuple):
-    """Memory that peers write to and that is sent from."""
-
-    address: int
-    nbytes: int
 
 
 class Write:
@@ -57,17 +48,17 @@ class Write:
 class Agent:
     """NIXL in this process, for one arena. Thread-safe."""
 
-    def __init__(self, name: str, arena: Arena, host: str) -> None:
+    def __init__(self, name: str, place: Place, host: str) -> None:
         """`host`: address of the interface that UCX listens on. $UCX_NET_DEVICES has precedence."""
         self.name = name
-        self.arena = arena
+        self.place = place
         api = _nixl()
         os.environ.setdefault("UCX_NET_DEVICES", interface_of(host))  # UCX reads it when the agent is made
         self._errors = tuple(
             one for one in vars(api.nixlBind).values() if isinstance(one, type) and issubclass(one, Exception)
         )
         self._nixl = _patient_agent(api, name)
-        self._registered = self._nixl.register_memory([(arena.address, arena.nbytes, 0, "")], "DRAM")
+        self._registered = self._nixl.register_memory([(place.address, place.nbytes, place.device, "")], place.kind)
         self.metadata: bytes = self._nixl.get_agent_metadata()
         """What a peer needs to write into this process. It is a key to all its memory."""
 
@@ -83,10 +74,12 @@ class Agent:
         """Call when no write from or to this arena is in progress."""
         self._nixl.deregister_memory(self._registered)
 
-    def write(self, peer: str, base: int, source: Offsets, target: Offsets, nbytes: Offsets, message: bytes) -> Write:
-        """Write runs of the arena into the arena of `peer`, which begins at `base`. Then the peer gets `message`."""
-        local = self._descriptors(self.arena.address, source, nbytes)
-        remote = self._descriptors(base, target, nbytes)
+    def write(
+        self, peer: str, place: Place, source: Offsets, target: Offsets, nbytes: Offsets, message: bytes
+    ) -> Write:
+        """Write runs of the arena into the arena of `peer`, which lies at `place`. Then the peer gets `message`."""
+        local = self._descriptors(self.place, source, nbytes)
+        remote = self._descriptors(place, target, nbytes)
         try:
             handle = self._nixl.initialize_xfer("WRITE", local, remote, peer, message)
             return Write(self, handle, self._nixl.transfer(handle), peer)
@@ -117,12 +110,13 @@ class Agent:
         """Forget a write that is done or has failed."""
         handle.release()
 
-    def _descriptors(self, base: int, offsets: Offsets, nbytes: Offsets) -> Any:
-        table = np.zeros((len(offsets), 3), np.uint64)
+    def _descriptors(self, place: Place, offsets: Offsets, nbytes: Offsets) -> Any:
+        table = np.empty((len(offsets), 3), np.uint64)
         table[:, 0] = offsets
-        table[:, 0] += np.uint64(base)
+        table[:, 0] += np.uint64(place.address)
         table[:, 1] = nbytes
-        return self._nixl.get_xfer_descs(table, "DRAM")
+        table[:, 2] = place.device
+        return self._nixl.get_xfer_descs(table, place.kind)
 
 
 def _nixl() -> ModuleType:

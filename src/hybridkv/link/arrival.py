@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hybridkv.link.checksums import checksum
+from hybridkv.link.arena import Arena
 from hybridkv.link.errors import LinkError
 from hybridkv.link.messages import End, Failed, FirstToken, Message, ParcelLanded, Plan
 from hybridkv.link.parcels import Parcel
@@ -144,7 +144,7 @@ class Arrival:
 
     # --- messages of the producer, on the link's thread ---------------------------------------------------------------
 
-    def hear(self, message: Message, arena: memoryview) -> None:
+    def hear(self, message: Message, arena: Arena) -> None:
         """Take a message. Raises LinkError if it cannot be one of the producer's."""
         with self._lock:
             if isinstance(message, Failed):
@@ -161,7 +161,7 @@ class Arrival:
                 self._landed(message, arena)
             self._check_done()
 
-    def _plan(self, plan: Plan, arena: memoryview) -> None:
+    def _plan(self, plan: Plan, arena: Arena) -> None:
         assert self.wanted is not None
         if not self.start <= plan.start <= plan.end <= self.end:
             raise LinkError(f"a plan of tokens {plan.start} to {plan.end}, where {self.start} to {self.end} are wanted")
@@ -178,7 +178,7 @@ class Arrival:
         for note in notes:
             self._landed(note, arena)
 
-    def _landed(self, note: ParcelLanded, arena: memoryview) -> None:
+    def _landed(self, note: ParcelLanded, arena: Arena) -> None:
         step = self._steps.get(note.step)
         if step is None:
             self._early_notes.append(note)
@@ -193,7 +193,7 @@ class Arrival:
         self.num_descriptors += len(parcel.nbytes)
         if note.checksum is not None:
             begin = time.perf_counter()
-            is_good = checksum(arena, parcel.target, parcel.nbytes) == note.checksum
+            is_good = arena.checksum(parcel.target, parcel.nbytes) == note.checksum
             self.verify_seconds += time.perf_counter() - begin
             if not is_good:
                 self._lose(parcel)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hybridkv.link.agent import Agent
+from hybridkv.link.arena import Arena
 from hybridkv.link.arrival import Arrival, Stage, Wanted
 from hybridkv.link.errors import (
     LinkError,
@@ -50,7 +51,7 @@ class Consumer:
         self,
         engine_id: str,
         agent: Agent,
-        arena: memoryview,
+        arena: Arena,
         peers: Sequence[Peer],
         stats: LinkStats,
         *,

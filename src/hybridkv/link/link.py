@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from hybridkv.errors import InputError
-from hybridkv.link.agent import Agent, Arena
+from hybridkv.link.agent import Agent
+from hybridkv.link.arena import Arena
 from hybridkv.link.consumer import Consumer
 from hybridkv.link.control_server import ControlServer
 from hybridkv.link.geometry import Geometry
@@ -26,7 +25,7 @@ from hybridkv.link.stats import LinkStats
 LOG = logging.getLogger("hybridkv.link")
 ROLES = ("prefill", "decode", "both")
 _EXPIRE_EVERY_S = 0.2
-_STILL_WRITTEN: list[tuple[Agent, memoryview]] = []
+_STILL_WRITTEN: list[tuple[Agent, Arena]] = []
 """Arenas of closed links that peers may still write to, or that writes still read."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
@@ -96,8 +95,7 @@ def peer_address(url: str) -> tuple[str, int]:
 class Link:
     """The link of one engine. The arena must stay where it is until `close`."""
 
-    def __init__(self, options: LinkOptions, geometry: Geometry, arena: memoryview) -> None:
-        """`arena`: all bytes of the arena, in host memory."""
+    def __init__(self, options: LinkOptions, geometry: Geometry, arena: Arena) -> None:
         options.check()
         secret = read_secret(options.secret_file)
         self.options = options
@@ -112,8 +110,7 @@ class Link:
         self.server: ControlServer | None = None
         self._is_closed = threading.Event()
         self._arena = arena
-        address = np.frombuffer(arena, np.uint8).ctypes.data
-        self._agent = agent = Agent(self.engine_id, Arena(address, len(arena)), options.host)
+        self._agent = agent = Agent(self.engine_id, arena.place, options.host)
         if options.produces:
             self.producer = Producer(
                 self.engine_id,

@@ -64,7 +64,7 @@ class Peer:
             "engine_id": self._own_id,
             "geometry": self._geometry.to_json(),
             "metadata": b64encode(self._agent.metadata).decode(),
-            "base": self._agent.arena.address,
+            "place": list(self._agent.place),
         }
 
     def close(self) -> None:

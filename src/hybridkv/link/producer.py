@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridkv.link.agent import Agent
+from hybridkv.link.arena import Arena, Place
 from hybridkv.link.errors import LinkError, LinkMismatch, Refused
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.messages import FirstToken, pages_from_json
@@ -85,7 +86,7 @@ class Producer:
         self,
         engine_id: str,
         agent: Agent,
-        arena: memoryview,
+        arena: Arena,
         geometry: Geometry,
         stats: LinkStats,
         *,
@@ -154,7 +155,7 @@ class Producer:
             for one in idle[: max(0, len(self._targets) + 1 - _MAX_TARGETS)]:
                 self._forget(one)
             name = self._agent.add(b64decode(params["metadata"]))
-            self._targets[engine_id] = Target(name, int(params["base"]), cutter)
+            self._targets[engine_id] = Target(name, _place_of(params["place"]), cutter)
         return {
             "version": VERSION,
             "engine_id": self._engine_id,
@@ -372,6 +373,11 @@ class Producer:
                 self._dead.remove(name)
                 for engine_id in [key for key, target in self._targets.items() if target.name == name]:
                     self._forget(engine_id)
+
+
+def _place_of(value: Sequence[Any]) -> Place:
+    address, nbytes, kind, device = value
+    return Place(int(address), int(nbytes), str(kind), int(device))
 
 
 def _check_same(one: Prompt, other: Prompt) -> None:

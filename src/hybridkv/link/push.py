@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hybridkv.link.agent import Agent, Write
-from hybridkv.link.checksums import checksum
+from hybridkv.link.arena import Arena, Place
 from hybridkv.link.errors import LinkMismatch, PeerDown
 from hybridkv.link.messages import End, Failed, FirstToken, Message, ParcelLanded, Plan, encode
 from hybridkv.link.parcels import Parcel
@@ -37,8 +37,8 @@ class Target(NamedTuple):
 
     name: str
     """Its name in NIXL."""
-    base: int
-    """Address of its arena."""
+    place: Place
+    """Its arena."""
     cutter: Cutter
 
 
@@ -65,7 +65,7 @@ class Push:
     def __init__(
         self,
         agent: Agent,
-        arena: memoryview,
+        arena: Arena,
         target: Target,
         claim: str,
         *,
@@ -114,7 +114,7 @@ class Push:
 
     def send(self, step: int, number: int, parcel: Parcel) -> None:
         """Send a parcel now. Its checksum is computed here, since its pages may be moved after the step."""
-        value = checksum(self._arena, parcel.source, parcel.nbytes) if self._checksums else None
+        value = self._arena.checksum(parcel.source, parcel.nbytes) if self._checksums else None
         with self._lock:
             self._due.append(_Due(parcel, step, number, value))
         self._wake()
@@ -193,11 +193,11 @@ class Push:
         parcel, value = due.parcel, due.checksum
         if value is None and self._checksums:
             begin = time.perf_counter()
-            value = checksum(self._arena, parcel.source, parcel.nbytes)
+            value = self._arena.checksum(parcel.source, parcel.nbytes)
             self.checksum_seconds += time.perf_counter() - begin
         message = encode(ParcelLanded(self.claim, due.step, due.number, value))
-        name, base = self.target.name, self.target.base
-        self._writes.append(self._agent.write(name, base, parcel.source, parcel.target, parcel.nbytes, message))
+        name, place = self.target.name, self.target.place
+        self._writes.append(self._agent.write(name, place, parcel.source, parcel.target, parcel.nbytes, message))
         self.num_bytes += parcel.total_bytes
         self.num_descriptors += len(parcel.nbytes)
         return True

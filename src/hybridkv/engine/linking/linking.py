@@ -16,10 +16,11 @@ from hybridkv.link.link import Link
 class Linking:
     """Called on the engine thread, but for what the link calls."""
 
-    def __init__(self, link: Link, cache: Cache) -> None:
+    def __init__(self, link: Link, cache: Cache, device: torch.device) -> None:
         self.link = link
-        self.prefills = None if link.producer is None else Prefills(link, link.producer, cache)
-        self.receipts = None if link.consumer is None else Receipts(link.consumer, cache)
+        self._device = device
+        self.prefills = None if link.producer is None else Prefills(link, link.producer, cache, self._settle)
+        self.receipts = None if link.consumer is None else Receipts(link.consumer, cache, self._settle)
         self.on_event: Callable[[], None] = _nobody
         """Called on any thread when `tend` has something to do."""
         link.on_change = lambda: self.on_event()
@@ -36,8 +37,13 @@ class Linking:
         """Nothing waits here."""
 
     def after_layer(self, layer: int, frame: Frame, hidden: torch.Tensor) -> None:
-        if self.prefills is not None:
+        if self.prefills is not None and self._device.type == "cpu":  # on a GPU the layer may not have run yet
             self.prefills.after_layer(layer)
+
+    def _settle(self) -> None:
+        """Wait for all work that was submitted to the device. NIXL's writes are not ordered with it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _release(self, request_id: str) -> None:
         if self.prefills is not None:

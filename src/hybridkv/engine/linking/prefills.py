@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.cache import NULL_PAGE, Cache, Pin, StepTables
@@ -40,10 +40,12 @@ class Prefill:
 class Prefills:
     """Called on the engine thread, but for `released`."""
 
-    def __init__(self, link: Link, producer: Producer, cache: Cache) -> None:
+    def __init__(self, link: Link, producer: Producer, cache: Cache, settle: Callable[[], None]) -> None:
+        """`settle`: waits until all pages have what was computed."""
         self._link = link
         self._producer = producer
         self._cache = cache
+        self._settle = settle
         self._pins: dict[str, Pin] = {}
         self._released: deque[str] = deque()
         """Requests whose pages need no pin any more."""
@@ -76,6 +78,7 @@ class Prefills:
             return
         self._pins[outbound.request_id] = pin
         request.kv_transfer_params = transfer_params.answer(self._link, outbound.request_id, request.prompt_tokens)
+        self._settle()
         self._producer.offer(outbound, PageTables(pin.pages.tables, pin.pages.states), first_tokens(request))
 
     def released(self, request_id: str) -> None:
@@ -132,6 +135,8 @@ class Prefills:
 
     def ran(self) -> None:
         """All layers have run."""
+        if self._step:
+            self._settle()
         self.after_layer(_ALL_LAYERS)
         self._step = []
 

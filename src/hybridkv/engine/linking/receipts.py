@@ -7,6 +7,8 @@ quarantined: the aborted lease holds them until the arrival is settled, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hybridkv.cache import NULL_PAGE, Cache, Lease, NoRoom, StepTables
 from hybridkv.engine.linking.handover import prompt_of
 from hybridkv.engine.request import Sample
@@ -20,9 +22,11 @@ from hybridkv.link.runs import PageTables
 class Receipts:
     """Called on the engine thread."""
 
-    def __init__(self, consumer: Consumer, cache: Cache) -> None:
+    def __init__(self, consumer: Consumer, cache: Cache, settle: Callable[[], None]) -> None:
+        """`settle`: waits until pages were copied and zeroed."""
         self._consumer = consumer
         self._cache = cache
+        self._settle = settle
         self._is_plain = not cache.layout.needs_checkpoints
         self._quarantine: list[tuple[Arrival, Lease]] = []
 
@@ -47,6 +51,7 @@ class Receipts:
         wanted = Wanted(
             lease.computed, prompt.num_tokens, _pages_of(tables), prompt.digest, prompt.sampling, self._is_plain
         )
+        self._settle()
         self._consumer.claim(arrival, wanted)
         return None
 
