@@ -131,9 +131,12 @@ class EngineCore:
         with self._timed("schedule"):
             if self.streaming is not None:
                 self.streaming.collect()
-            updates = self._receive()
+            received = self._receive()
+            if received:  # first tokens do not wait for the next step
+                self.waits = False
+                return received
             scheduled, stuck = self.scheduler.schedule()
-        updates += [self._give_up(sample) for sample in stuck]
+        updates = [self._give_up(sample) for sample in stuck]
         self.waits = not scheduled and not stuck
         if not scheduled:
             return updates
