@@ -4,6 +4,9 @@ vLLM's build for ARM compiles its operations on bfloat16 with these instructions
 other CPUs a process that calls one ends with SIGILL. `install` lets a process of its own call such an operation. Only
 if that ends so, the operations that the tests' models need are replaced by torch's, in float32. Caches and states keep
 the layouts of vLLM, which still writes K and V itself, and float32 models run as before.
+
+vLLM spawns the workers of a server and of several ranks. It calls `install` there itself, as a plugin: see
+`stand_ins-1.dist-info`.
 """
 
 from __future__ import annotations
@@ -45,10 +48,8 @@ def install() -> None:
 
 def is_needed() -> bool:
     """Whether a process that calls an operation on bfloat16 ends with SIGILL. The same flags compile all of them."""
-    if (
-        platform.machine() != "aarch64"
-    ):  # On x86, tiles raise SIGILL, too, as long as the process has not asked for them.
-        return False
+    if platform.machine() != "aarch64":
+        return False  # On x86, AMX raises SIGILL, too, until the process has asked for it.
     import vllm._custom_ops as ops
 
     pid = os.fork()
