@@ -52,6 +52,8 @@ def is_needed() -> bool:
         return False  # On x86, AMX raises SIGILL, too, until the process has asked for it.
     import vllm._custom_ops as ops
 
+    if ops.chunk_gated_delta_rule_cpu is delta_rule:
+        return False  # They are installed. A fork of a process that has used OpenMP would hang.
     pid = os.fork()
     if pid == 0:
         faulthandler.disable()
