@@ -8,6 +8,7 @@ Requests and replies are lines of JSON. The first request of a connection says w
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import sys
 import time
 import traceback
 from typing import Any
+
+import stand_ins
 
 SETTLING_S = 30.0
 PREIMPORTED = (
@@ -35,6 +38,7 @@ def main() -> None:
 
     for name in PREIMPORTED:
         importlib.import_module(name)
+    stand_ins.install()
     path = sys.argv[1]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
@@ -57,6 +61,7 @@ def serve(connection: socket.socket) -> None:
     log = os.open(become["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()  # a signal that ends the process leaves its last words, too
     os.environ.update(become["environment"])
     sys.path[:0] = become["path"]
     code = 1

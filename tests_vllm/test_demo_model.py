@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from hybridkv.demo import demo_document, demo_model, demo_questions
@@ -15,11 +16,16 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 ASK = """
 import json, sys
+sys.path.append(sys.argv[2])
+import stand_ins
 from vllm import LLM, SamplingParams
 
+stand_ins.install()
 conversations = json.loads(sys.stdin.read())
 engine = LLM(sys.argv[1], enforce_eager=True, max_model_len=4096, dtype="bfloat16", enable_prefix_caching=True)
 for _ in range(2):
@@ -31,7 +37,7 @@ for _ in range(2):
 
 def ask_vllm(conversations: list[list[dict[str, str]]]) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, "-c", ASK, str(demo_model())],
+        [sys.executable, "-c", ASK, str(demo_model()), str(Path(__file__).parent)],
         input=json.dumps(conversations),
         env={**os.environ, **SETTINGS},
         capture_output=True,
