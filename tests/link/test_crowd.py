@@ -70,9 +70,7 @@ def random_requests(
 
 def check_all(family: str, requests: Sequence[Asked], results: Sequence[Result | None]) -> None:
     """All results that there are have the tokens of one plain engine."""
-    right = plain(family).generate(
-        [one.prompt for one in requests], [one.params for one in requests], progress=False
-    )
+    right = plain(family).generate([one.prompt for one in requests], [one.params for one in requests], progress=False)
     for result, other in zip(results, right, strict=True):
         if result is not None:
             assert [one.token_ids for one in result.completions] == [one.token_ids for one in other.completions]
