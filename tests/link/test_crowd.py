@@ -46,8 +46,8 @@ def ask(asked: Asked) -> Result:
     at = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": producer.port}
     answer = consumer.ask("generate", tokens, params, transfer=named | at)
     producer.generate(tokens, params, transfer=REMOTE_DECODE | named)
-    result = answer.result(PATIENCE_S)
-    return result
+    late: Result = answer.result(PATIENCE_S)
+    return late
 
 
 def random_requests(
