@@ -63,8 +63,8 @@ def test_prompts_of_several_steps(pair: Pair, family: str, transport: str, order
         assert result.received.num_tokens == length
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("transport", ["cma"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_prefixes_that_one_side_has(pair: Pair, family: str, transport: str, order: str, kind: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import prompt
 from tests.link.pairs import Pair, check
-from tests.link.test_handover import KINDS, check_received
+from tests.link.test_handover import check_received
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blocks of 8 and 16": ({"block_size": 8}, {"block_size": 16}),
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TURNS = replace(GREEDY, max_tokens=6, logprobs=1)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "kimi_linear", "falcon_h1"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_may_differ(family: str, layout: str) -> None:
     producer, consumer = LAYOUTS[layout]
