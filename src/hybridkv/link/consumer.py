@@ -14,7 +14,16 @@ from functools import partial
 
 from hybridkv.link.agent import Agent
 from hybridkv.link.arrival import Arrival, Stage, Wanted
-from hybridkv.link.errors import LinkError, LinkMismatch, PeerDown, PeerGone, PeerSilent, PeerStranger, PeerUnproven, Refused
+from hybridkv.link.errors import (
+    LinkError,
+    LinkMismatch,
+    PeerDown,
+    PeerGone,
+    PeerSilent,
+    PeerStranger,
+    PeerUnproven,
+    Refused,
+)
 from hybridkv.link.messages import Message, decode, pages_to_json
 from hybridkv.link.peers import Peer
 from hybridkv.link.stats import LinkStats

@@ -97,7 +97,9 @@ def _check(message: Message) -> None:
     numbers: list[Any] = []
     if isinstance(message, Plan):
         numbers = [message.step, message.start, message.end, message.parcel_bytes]
-        numbers += [page for pages in (*message.pages.tables.values(), *message.pages.states.values()) for page in pages]
+        numbers += [
+            page for pages in (*message.pages.tables.values(), *message.pages.states.values()) for page in pages
+        ]
     elif isinstance(message, ParcelLanded):
         numbers = [message.step, message.number, message.checksum or 0]
     elif isinstance(message, End):
