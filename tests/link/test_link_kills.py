@@ -13,7 +13,8 @@ import pytest
 
 from hybridkv.engine import Engine
 from tests.link.crew import TRANSPORTS, Crew, early_params
-from tests.link.fault_workers import Outpost, free_port, model_of
+from tests.link.fault_workers import Outpost, free_port
+from tests.link.rig import model_of
 
 ROUNDS = int(os.environ.get("HYBRIDKV_LINK_ROUNDS", "2"))
 SEED = int(os.environ.get("HYBRIDKV_LINK_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
