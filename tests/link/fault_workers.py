@@ -6,10 +6,12 @@ or spoil what passes there, so that a test can kill the process exactly there.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -54,7 +56,13 @@ class Outpost:
         return future
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        return self.ask(name, *args, **options).result(CALL_S)
+        try:
+            return self.ask(name, *args, **options).result(CALL_S)
+        except TimeoutError:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGUSR1)  # it prints the stacks of its threads
+            time.sleep(1.0)
+            raise
 
     def reached(self, gate: str, timeout_s: float = 20.0) -> None:
         """Wait until the child stands at a gate."""
@@ -110,6 +118,7 @@ def _work(pipe: Connection, transport: str, options: dict[str, Any]) -> None:
     os.environ["HYBRIDKV_LINK_SECRET"] = options.pop("secret", SECRET)
     if transport:
         os.environ["UCX_TLS"] = transport
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     lock = threading.Lock()
 

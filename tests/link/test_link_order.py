@@ -136,7 +136,7 @@ class PeerStandIn:
     def __init__(self, answer: Callable[[str], dict[str, Any]]) -> None:
         self.client = Client(answer)
 
-    def connect(self, *, again: bool = False) -> None:
+    def connect(self, *, after: int = 0) -> int:
         raise AssertionError("not needed")
 
     def close(self) -> None:
