@@ -18,7 +18,7 @@ MORE := 0.7
 
 .PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-form prove-store prove-stream prove-taps prove-vllm \
+	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
@@ -112,6 +112,10 @@ prove-form: setup ## Random models through stores: 1,000 of each property of the
 
 prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
 	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill
+
+# Each kill while prompts are computed and sent. HYBRIDKV_LINK_SEED, which it prints, kills at the same times again.
+prove-link: setup ## Linked engines killed while prompts go over: 50 kills of each side, by each transport
+	HYBRIDKV_LINK_ROUNDS=50 $(BIN)/pytest -n auto tests/link/test_link_kills.py
 
 # Files of hidden states, and `hybridkv extract` on a tiny model: both are killed, and both write random samples.
 prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, then resumed

@@ -14,7 +14,8 @@ from xxhash import xxh3_64
 
 from hybridkv.cache import CacheLayout
 from hybridkv.link import push
-from hybridkv.link.agent import Agent, Arena
+from hybridkv.link.agent import Agent
+from hybridkv.link.arena import HostArena, Place
 from hybridkv.link.arrival import Arrival, Stage, Wanted
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.link import Link, LinkOptions
@@ -64,16 +65,16 @@ class _Side:
         self.geometry = make_geometry(page_bytes, arena_bytes)
         random = np.random.default_rng(seed)
         self.arena = memoryview(bytearray(random.bytes(self.geometry.arena_bytes)))
-        address = np.frombuffer(self.arena, np.uint8).ctypes.data
-        self.plain = Agent(name, Arena(address, len(self.arena)), HOST)
+        self.host_arena = HostArena(self.arena)
+        self.plain = Agent(name, self.host_arena.place, HOST)
         self.link: Link
 
     def open(self, options: LinkOptions) -> Link:
-        return Link(options, self.geometry, self.arena)
+        return Link(options, self.geometry, self.host_arena)
 
     def card(self) -> tuple[bytes, int, int]:
         """For the other side: metadata and address of the plain agent, and the number of pages."""
-        return self.plain.metadata, self.plain.arena.address, self.geometry.num_pages("full")
+        return self.plain.metadata, self.plain.place.address, self.geometry.num_pages("full")
 
     def digest(self, pages: list[int]) -> str:
         grid, found = self.geometry.tables["full"].grid, xxh3_64()
@@ -118,7 +119,7 @@ class Sender(_Side):
         """One plain write of one descriptor. Returns when it began."""
         at, size = np.zeros(1, np.int64), np.array([nbytes], np.int64)
         began = time.perf_counter()
-        write = self.plain.write(self._peer, base, at, at, size, b"landed")
+        write = self.plain.write(self._peer, Place(base, nbytes), at, at, size, b"landed")
         while not write.is_done:
             time.sleep(_POLL_S)
         return began

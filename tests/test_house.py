@@ -67,6 +67,7 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("test-all", ".venv/bin/pytest -n auto"),
     ("test-more", ".venv/bin/pytest -n auto --sample 0.05:0.7"),
     ("prove-form", "HYBRIDKV_FORMS=1000 .venv/bin/pytest -n auto tests/stream/test_form.py"),
+    ("prove-link", "HYBRIDKV_LINK_ROUNDS=50 .venv/bin/pytest -n auto tests/link/test_link_kills.py"),
     ("prove-taps", "HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 .venv/bin/pytest -n auto tests/taps "
      'tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"'),
     ("prove-vllm", "HYBRIDKV_VLLM_ROUNDS=40 .venv-vllm/bin/pytest tests_vllm/test_connector_faults.py -k random"),

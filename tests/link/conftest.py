@@ -1,4 +1,4 @@
-"""Processes of linked engines, ended whatever becomes of a test."""
+"""Processes of linked engines, ended whatever becomes of a test; and what tests have recorded, printed at the end."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def pair(pairs: Pairs, family: str, transport: str) -> Iterator[Pair]:
 def workers() -> Iterator[Workers]:
     with Workers() as started:
         yield started
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                if name == "link":
+                    terminalreporter.write_line(str(value))

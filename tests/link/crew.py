@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybridkv.engine import Engine
-from tests.link.fault_workers import Outpost, expected, model_of, prompt_of
+from tests.link.fault_workers import Outpost
+from tests.link.rig import PARAMS, model_of, prompt_of
 
 LENGTH = 300
 TRANSPORTS = pytest.mark.parametrize("transport", ["", "tcp"], ids=["default", "tcp"])
@@ -19,15 +20,15 @@ FAST = {"lease_s": 1.0, "timeout_s": 1.0}
 class Crew:
     """Starts outposts and knows what they must reply."""
 
-    def __init__(self, transport: str, oracle: Engine) -> None:
+    def __init__(self, transport: str, oracle: Engine, seed: int = 0) -> None:
         self._transport = transport
         self._oracle = oracle
         self._stack = ExitStack()
-        self._seed = 0
+        self._seed = seed
 
     def producer(self, **options: Any) -> Outpost:
         # The smallest parcels of 300 tokens are some ten.
-        return self._start(role="prefill", parcel_bytes=16 << 10, **{**FAST, **options})
+        return self._start(role="prefill", **{**FAST, "parcel_bytes": 16 << 10, **options})
 
     def consumer(self, *peers: Outpost | int, **options: Any) -> Outpost:
         ports = [peer if isinstance(peer, int) else peer.port for peer in peers]
@@ -42,18 +43,18 @@ class Crew:
         return prompt_of(length, self._seed)
 
     def right(self, prompt: list[int]) -> list[int]:
-        [reply] = expected(self._oracle, [prompt])
-        return reply
+        [result] = self._oracle.generate([prompt], PARAMS, progress=False)
+        return list(result.token_ids)
 
     def check_reply(self, one: Outpost) -> None:
         """It answers an ordinary request."""
         prompt = self.prompt(40)
         assert one.call("reply", prompt) == (self.right(prompt), None)
 
-    def check_handover(self, producer: Outpost, consumer: Outpost) -> None:
+    def check_handover(self, producer: Outpost, consumer: Outpost, length: int = LENGTH) -> None:
         """A prompt goes over."""
-        prompt = self.prompt()
-        assert consumer.call("reply", prompt, producer.call("prefill", prompt)) == (self.right(prompt), LENGTH)
+        prompt = self.prompt(length)
+        assert consumer.call("reply", prompt, producer.call("prefill", prompt)) == (self.right(prompt), length)
 
     def close(self) -> None:
         self._stack.close()

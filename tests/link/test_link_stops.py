@@ -62,7 +62,7 @@ def test_requests_wait_for_pages_that_a_stopped_producer_may_write_to(crew: Crew
     producer.reached("write-5")
     producer.stop()
     time.sleep(1.5)
-    assert not answer.done()
+    assert not answer.done(), answer.result()
     producer.go_on()
     producer.call("open", "write-5")
     assert answer.result(20) == (crew.right(prompt), None)

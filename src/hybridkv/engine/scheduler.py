@@ -196,6 +196,8 @@ class Scheduler:
                 if self.prefills is not None and self.prefills.withdraw_oldest():
                     continue
                 tables = extend_some(self.cache, sample.lease, num_tokens)
+                if isinstance(tables, NoRoom) and self.receipts is not None and self.receipts.num_quarantined:
+                    return 0  # pages become free when their producers have ended
                 if isinstance(tables, NoRoom):
                     sample.error = f"no room to go on at token {sample.lease.computed}: {tables.reason}"
                     stuck.append(sample)

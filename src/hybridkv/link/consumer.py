@@ -144,14 +144,14 @@ class Consumer:
     def _claim(self, arrival: Arrival, wanted: Wanted) -> None:
         begin = time.monotonic()
         try:
-            arrival.peer.connect()
+            connection = arrival.peer.connect()
             try:
                 self._ask(arrival, wanted)
             except Refused as refused:
                 if refused.kind != "unconnected":
                     raise
                 arrival.engine_id = ""
-                arrival.peer.connect(again=True)
+                arrival.peer.connect(after=connection)
                 self._ask(arrival, wanted)
         except (Refused, LinkMismatch, PeerStranger) as error:
             kind = _kind_of(error)

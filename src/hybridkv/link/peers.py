@@ -35,6 +35,7 @@ class Peer:
         self._stats = stats
         self._lock = threading.Lock()
         self._cutter: Cutter | None = None
+        self._num_connected = 0
 
     @property
     def cutter(self) -> Cutter:
@@ -42,11 +43,15 @@ class Peer:
             raise LinkError(f"{self.url} is not connected")
         return self._cutter
 
-    def connect(self, *, again: bool = False) -> None:
-        """Exchange geometry and metadata, unless that was done. `again`: the producer has forgotten this engine."""
+    def connect(self, *, after: int = 0) -> int:
+        """Exchange geometry and metadata, unless that was done. Returns the number of times that it was.
+
+        `after`: the producer has forgotten this engine since the connection of that number. Several claims notice it,
+        and one of them connects: the others' would disturb its writes.
+        """
         with self._lock:
-            if self._cutter is not None and not again:
-                return
+            if self._num_connected > after:
+                return self._num_connected
             begin = time.monotonic()
             answer = self.client.call("connect", self._card())
             try:
@@ -57,6 +62,8 @@ class Peer:
             self.lease_s = float(answer["lease_s"])
             self.engine_id = str(answer["engine_id"])
             self._stats.spent("connect", time.monotonic() - begin)
+            self._num_connected += 1
+            return self._num_connected
 
     def _card(self) -> dict[str, Any]:
         return {

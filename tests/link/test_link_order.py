@@ -1,0 +1,197 @@
+"""Calls of two linked engines that come in an unlucky order. Nothing is sent: the agent is a stand-in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from hybridkv.link.agent import Agent
+from hybridkv.link.arena import HostArena, Place
+from hybridkv.link.arrival import Arrival, Stage, Wanted
+from hybridkv.link.consumer import Consumer
+from hybridkv.link.errors import LinkError, PeerDown, PeerGone, PeerStranger, Refused
+from hybridkv.link.messages import FirstToken
+from hybridkv.link.peers import Peer
+from hybridkv.link.producer import Producer, Prompt
+from hybridkv.link.push import Push, Pusher, Target
+from hybridkv.link.runs import Cutter, PageTables
+from hybridkv.link.stats import LinkStats
+
+NO_PAGES = PageTables({}, {})
+PROMPT = Prompt(16, "digest", "sampling")
+WANTED = Wanted(0, 16, NO_PAGES, "digest", "sampling", True)
+
+
+class StandIn:
+    """An agent that sends nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes] = []
+
+    def tell(self, peer: str, message: bytes) -> None:
+        self.told.append(message)
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        return []
+
+
+class Pair:
+    """A producer that knows one consumer, and what it has released."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.agent = StandIn()
+        self.producer = Producer(
+            "producer", cast(Agent, self.agent), HostArena(memoryview(b"")), cast(Any, None), LinkStats(), lease_s=60.0,
+            on_release=self.released.append,
+        )  # fmt: skip
+        self.producer._targets["consumer"] = Target("consumer", Place(0, 0), cast(Cutter, None))
+
+    def claim(self, claim: str = "claim") -> None:
+        self.producer.handle("claim", {
+            "engine_id": "consumer", "num_tokens": 16, "digest": "digest", "sampling": "sampling", "claim": claim,
+            "pages": {"tables": {}, "states": {}}, "start": 0, "request_id": "request", "early": True,
+        })  # fmt: skip
+
+    def cancel(self) -> bool:
+        """Until it is settled."""
+        return soon(lambda: self.producer.handle("cancel", {"claim": "claim"})["settled"])
+
+
+def soon(is_so: Callable[[], bool], timeout_s: float = 3.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.producer.close()
+
+
+def test_a_claim_that_comes_after_its_cancel_is_refused(pair: Pair) -> None:
+    assert pair.cancel()
+    with pytest.raises(Refused, match="cancelled"):
+        pair.claim()
+    assert pair.producer.num_outbound == 0
+
+
+def test_no_step_pushes_for_a_claim_that_was_cancelled(pair: Pair) -> None:
+    pair.claim()
+    outbound = pair.producer.begin("request", PROMPT)
+    assert pair.cancel()
+    assert pair.producer.start_early(outbound) is None
+    pair.producer.offer(outbound, NO_PAGES, [FirstToken(1)])
+    assert pair.released[-1] == "request"
+    pair.producer.withdraw(outbound, "twice")
+    assert pair.cancel()
+
+
+def test_a_producer_that_is_closed_takes_no_claims(pair: Pair) -> None:
+    pair.producer.close()
+    with pytest.raises(Refused, match="closed"):
+        pair.claim()
+
+
+class _StuckWrite:
+    is_done = False
+
+
+def test_a_push_with_writes_in_progress_is_not_over_whatever_happens() -> None:
+    over: list[Push] = []
+    pusher = Pusher(over.append)
+    push = Push(cast(Agent, StandIn()), HostArena(memoryview(b"")), Target("consumer", Place(0, 0), cast(Cutter, None)), "claim",
+                checksums=True, parcel_bytes=1, wake=lambda: None)  # fmt: skip
+    write = _StuckWrite()
+    push._writes = cast(Any, [write])
+    push._post = cast(Any, lambda: 1 / 0)  # type: ignore[method-assign]
+    pusher.start(push)
+    assert soon(lambda: push.failure is not None)
+    time.sleep(0.05)
+    assert pusher.find("claim") is push
+    write.is_done = True
+    assert soon(lambda: over == [push])
+    pusher.close(1.0)
+
+
+class Client:
+    """Answers a call as a test says."""
+
+    def __init__(self, answer: Callable[[str], dict[str, Any]]) -> None:
+        self.answer = answer
+
+    def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        return self.answer(method)
+
+
+class PeerStandIn:
+    url, lease_s, engine_id = "http://127.0.0.1:1", 1.0, "producer"
+    cutter: Any = None
+
+    def __init__(self, answer: Callable[[str], dict[str, Any]]) -> None:
+        self.client = Client(answer)
+
+    def connect(self, *, after: int = 0) -> int:
+        raise AssertionError("not needed")
+
+    def close(self) -> None:
+        pass
+
+
+def consumer_of(peer: PeerStandIn) -> Consumer:
+    agent, peers = cast(Agent, StandIn()), [cast(Peer, peer)]
+    return Consumer("id", agent, HostArena(memoryview(b"")), peers, LinkStats(), timeout_s=9.0, on_change=lambda: None)
+
+
+def test_an_arrival_that_has_failed_is_not_claimed() -> None:
+    arrival = Arrival(cast(Peer, None), "request", is_early=False)
+    arrival.fail("peer", "gone")
+    assert not arrival.claimed(WANTED, 1.0)
+    assert arrival.stage is Stage.FAILED
+    assert arrival.is_settled
+
+
+def raiser(error: LinkError) -> Callable[[str], dict[str, Any]]:
+    def answer(method: str) -> dict[str, Any]:
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(("answer", "frees"), [
+    (raiser(PeerDown("busy")), False),
+    (raiser(PeerGone("refused")), True),
+    (raiser(PeerStranger("another process")), True),
+    (lambda method: {"settled": True, "engine_id": "another"}, True),
+    (lambda method: {"settled": False, "engine_id": "producer"}, False),
+], ids=["busy", "gone", "stranger", "restarted", "writing"])  # fmt: skip
+def test_what_shows_that_a_producer_is_dead(answer: Callable[[str], dict[str, Any]], frees: bool) -> None:
+    """And that it takes a while, until what it sent has landed."""
+    consumer = consumer_of(PeerStandIn(answer))
+    arrival = consumer.expect(PeerStandIn.url, "request", is_early=True)
+    arrival.claimed(WANTED, 9.0)
+    arrival.engine_id, arrival.is_asking = "producer", False
+    consumer.give_up(arrival, "a test")
+    time.sleep(0.6)
+    assert not arrival.is_settled
+    assert soon(lambda: arrival.is_settled, 1.5) is frees
+    consumer.close()
+
+
+def test_an_arrival_is_not_settled_before_its_claim_is_answered() -> None:
+    consumer = consumer_of(PeerStandIn(lambda method: {"settled": True, "engine_id": "producer"}))
+    arrival = consumer.expect(PeerStandIn.url, "request", is_early=True)
+    arrival.claimed(WANTED, 9.0)
+    arrival.engine_id = "producer"
+    consumer.give_up(arrival, "a test")
+    time.sleep(0.5)
+    assert not arrival.is_settled
+    arrival.is_asking = False
+    assert soon(lambda: arrival.is_settled)
+    consumer.close()
