@@ -23,6 +23,9 @@ LOG = logging.getLogger("hybridkv.link")
 
 _CALLERS = 4
 _POLL_S = 0.0005
+_LONGEST_POLL_S = 0.002
+_IDLE_S = 0.02
+"""Time since the last claim or message after which polls become rare: a prompt is being computed."""
 _SETTLE_EVERY_S = 0.25
 _DEAD_AFTER_S = 1.0
 """A producer that refused connections twice, this far apart, is dead, and what it sent has landed."""
@@ -61,6 +64,8 @@ class Consumer:
         """By claim: those that are not over, or not settled."""
         self._refused_at: dict[str, float] = {}
         """By claim: when its producer first refused a connection."""
+        self._active_at = 0.0
+        """When a prompt was claimed, or a message came."""
         self._is_closed = False
         self._callers = Workers(_CALLERS, "hybridkv-link-call")
         self._thread = threading.Thread(target=self._run, name="hybridkv-link", daemon=True)
@@ -81,6 +86,7 @@ class Consumer:
     def claim(self, arrival: Arrival, wanted: Wanted) -> None:
         """Ask for the prompt. Its pages belong to the arrival until it is done, or settled."""
         arrival.claimed(wanted, self._timeout_s)
+        self._active_at = self._clock()
         self._callers.submit(lambda: self._claim(arrival, wanted))
         with self._changed:
             self._changed.notify()
@@ -217,15 +223,18 @@ class Consumer:
                     self._changed.wait()
                 if self._is_closed:
                     return
-            self._take_messages()
             now = self._clock()
+            if self._take_messages():
+                self._active_at = self._clock()
             if now >= next_care:
                 self._care(now, renewed_at)
                 next_care = now + 0.05
-            time.sleep(_POLL_S)
+            time.sleep(_LONGEST_POLL_S if now - self._active_at > _IDLE_S else _POLL_S)
 
-    def _take_messages(self) -> None:
-        for sender, data in self._agent.messages():
+    def _take_messages(self) -> bool:
+        """Returns whether any came."""
+        messages = self._agent.messages()
+        for sender, data in messages:
             try:
                 message = decode(data)
             except LinkError as error:
@@ -238,6 +247,7 @@ class Consumer:
                 except LinkError as error:
                     arrival.fail("protocol", str(error))
                 self._after(arrival)
+        return bool(messages)
 
     def _after(self, arrival: Arrival) -> None:
         """Count an arrival that is over, once. Forget it if it is settled. Tell the engine in any case."""
