@@ -19,13 +19,15 @@ from link_sides import ENVIRONMENT, Receiver, Sender, Sent
 from rich.console import Console
 from rich.table import Table
 
+from hybridkv.link.parcels import PARCEL_BYTES
+
 KIB, MIB = 1 << 10, 1 << 20
 PAGES = (64 * KIB, 256 * KIB, MIB)
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}
 ORDERS = ("in order", "at random")
 PARCELS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WINDOWS = (1, 2, 3, 8)
-DEFAULT_PARCEL, DEFAULT_WINDOW = 4 * MIB, 3
+DEFAULT_PARCEL, DEFAULT_WINDOW = PARCEL_BYTES, 3
 
 
 class Sizes(NamedTuple):

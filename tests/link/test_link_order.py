@@ -106,7 +106,8 @@ class _StuckWrite:
 def test_a_push_with_writes_in_progress_is_not_over_whatever_happens() -> None:
     over: list[Push] = []
     pusher = Pusher(over.append)
-    push = Push(cast(Agent, StandIn()), HostArena(memoryview(b"")), Target("consumer", Place(0, 0), cast(Cutter, None)), "claim",
+    target = Target("consumer", Place(0, 0), cast(Cutter, None))
+    push = Push(cast(Agent, StandIn()), HostArena(memoryview(b"")), target, "claim",
                 checksums=True, parcel_bytes=1, wake=lambda: None)  # fmt: skip
     write = _StuckWrite()
     push._writes = cast(Any, [write])

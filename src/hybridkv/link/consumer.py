@@ -35,6 +35,9 @@ LOG = logging.getLogger("hybridkv.link")
 _CALLERS = 3
 """Threads for calls to one producer."""
 _POLL_S = 0.0005
+_LONGEST_POLL_S = 0.002
+_IDLE_S = 0.02
+"""Time since the last claim or message after which polls become rare: a prompt is being computed."""
 _SETTLE_EVERY_S = 0.25
 _DEAD_AFTER_S = 1.0
 """A producer whose address was found without it twice, this far apart, is dead, and what it sent has landed."""
@@ -75,6 +78,8 @@ class Consumer:
         """By claim: when its producer was first found gone."""
         self._renewing: set[str] = set()
         """Peers with a renewal in progress."""
+        self._active_at = 0.0
+        """When a prompt was claimed, or a message came."""
         self._is_closed = False
         self._callers = {peer.url: Workers(_CALLERS, "hybridkv-link-call") for peer in peers}
         self._thread = threading.Thread(target=self._run, name="hybridkv-link", daemon=True)
@@ -97,6 +102,7 @@ class Consumer:
         if not arrival.claimed(wanted, self._timeout_s):  # it has failed just now
             self._on_change()
             return
+        self._active_at = self._clock()
         self._callers[arrival.peer.url].submit(lambda: self._claim(arrival, wanted))
         with self._changed:
             self._changed.notify()
@@ -244,15 +250,18 @@ class Consumer:
                     self._changed.wait()
                 if self._is_closed:
                     return
-            self._take_messages()
             now = self._clock()
+            if self._take_messages():
+                self._active_at = self._clock()
             if now >= next_care:
                 self._care(now, renewed_at)
                 next_care = now + 0.05
-            time.sleep(_POLL_S)
+            time.sleep(_LONGEST_POLL_S if now - self._active_at > _IDLE_S else _POLL_S)
 
-    def _take_messages(self) -> None:
-        for sender, data in self._agent.messages():
+    def _take_messages(self) -> bool:
+        """Returns whether any came."""
+        messages = self._agent.messages()
+        for sender, data in messages:
             try:
                 message = decode(data)
             except LinkError as error:
@@ -261,6 +270,7 @@ class Consumer:
             arrival = self._arrivals.get(message.claim)
             if arrival is not None:
                 self._hear(arrival, message)
+        return bool(messages)
 
     def _hear(self, arrival: Arrival, message: Message) -> None:
         try:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hybridkv.cache import Role
 from hybridkv.link.templates import Ints, Template
 
-PARCEL_BYTES = 4 << 20
+PARCEL_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
