@@ -1,4 +1,4 @@
-"""A router in front of two servers whose prefill worker transfers nothing: the decode worker computes all prompts."""
+"""A router in front of a prefill and a decode server that are linked."""
 
 from __future__ import annotations
 
@@ -9,28 +9,74 @@ import openai
 import pytest
 
 from hybridkv import Engine
+from hybridkv.link.link import LinkOptions
 from tests.engine.checkpoints import save_checkpoint
 from tests.route.standins import Routed, routing
-from tests.serve.serving import MODEL, Served, eventually, serving
+from tests.serve.serving import MODEL, Served, error_of, eventually, serving
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
-    checkpoint = tmp_path_factory.mktemp("route") / "tiny"
-    save_checkpoint("qwen3_next", checkpoint)
-    with (
-        Engine(checkpoint, memory="16MiB", device="cpu") as one,
-        Engine(checkpoint, memory="16MiB", device="cpu") as other,
-        serving(one) as prefill,
-        serving(other) as decode,
-    ):
-        yield prefill, decode
+    folder = tmp_path_factory.mktemp("route")
+    save_checkpoint("qwen3_next", folder / "tiny")
+    secret = folder / "secret"
+    secret.write_text("a secret of two servers")
+    first = LinkOptions(role="prefill", secret_file=secret)
+    with Engine(folder / "tiny", memory="16MiB", device="cpu", link=first) as one:
+        assert one.link is not None
+        second = LinkOptions(role="decode", peers=[f"http://127.0.0.1:{one.link.port}"], secret_file=secret)
+        with (
+            Engine(folder / "tiny", memory="16MiB", device="cpu", link=second) as other,
+            serving(one) as prefill,
+            serving(other) as decode,
+        ):
+            yield prefill, decode
 
 
 @pytest.fixture
 def routed(workers: tuple[Served, Served]) -> Iterator[Routed]:
     with routing([workers[0].url], [workers[1].url]) as routed:
         yield routed
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_prompts_come_from_the_prefill_worker(workers: tuple[Served, Served], is_early: bool) -> None:
+    prompt = f"The village of {is_early}"
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    before = workers[1].metrics()["hybridkv_link_received_requests_total"]
+    with routing([workers[0].url], [workers[1].url], is_early=is_early) as routed:
+        via = routed.post(**body).json()
+        assert routed.metrics()["prefill_seconds_count"] == 1
+    assert via["choices"] == workers[1].post("/v1/completions", **body, cache_salt="alone").json()["choices"]
+    assert workers[1].metrics()["hybridkv_link_received_requests_total"] == before + 1
+    assert via["usage"]["prompt_tokens_details"]["cached_tokens"] == via["usage"]["prompt_tokens"]
+
+
+def test_transfers_that_a_server_cannot_do_are_refused(workers: tuple[Served, Served]) -> None:
+    asked = {"do_remote_decode": True}
+    there = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 80, "remote_request_id": "x"}
+    for worker, params, message in (
+        (workers[1], asked, "role decode"),
+        (workers[0], there, "role prefill"),
+        (workers[1], there, "10.0.0.1:80 is not a peer"),
+        (workers[1], {**there, "do_remote_decode": True}, "both are true"),
+        (workers[0], {"do_remote_decode": "yes"}, "true or false"),
+    ):
+        error = error_of(worker.post("/v1/completions", prompt="x", kv_transfer_params=params), 400)
+        assert message in error["message"]
+        assert error["param"] == "kv_transfer_params"
+    several = workers[0].post("/v1/completions", prompt=["x", "y"], kv_transfer_params=asked)
+    assert "2 prompts" in error_of(several, 400)["message"]
+    streamed = workers[0].post("/v1/completions", prompt="x", stream=True, kv_transfer_params=asked)
+    assert "stream" in error_of(streamed, 400)["message"]
+
+
+def test_link_says_where_it_is(workers: tuple[Served, Served]) -> None:
+    link = workers[0].engine.link
+    assert link is not None
+    card = workers[0].http.get("/v1/link").json()
+    assert card == {"role": "prefill", "engine_id": link.engine_id, "host": "127.0.0.1", "port": link.port}
+    assert workers[1].http.get("/v1/link").json()["port"] is None
 
 
 def test_a_client_gets_what_a_server_says(workers: tuple[Served, Served], routed: Routed) -> None:
@@ -52,7 +98,7 @@ def test_openai_clients_work(routed: Routed) -> None:
         text = "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
         assert text == whole.choices[0].message.content
     assert eventually(lambda: routed.metrics()["requests_total|completed"] == 4)
-    assert routed.metrics()["fallbacks_total|no_transfer"] == 4
+    assert not any(count for name, count in routed.metrics().items() if name.startswith("fallbacks_total"))
 
 
 def test_a_mistake_is_told_by_the_prefill_worker(workers: tuple[Served, Served], routed: Routed) -> None:
