@@ -113,8 +113,8 @@ class Push:
         return LayerParcels(self, step, parcels)
 
     def send(self, step: int, number: int, parcel: Parcel) -> None:
-        """Send a parcel now. Its checksum is computed here, since its pages may be moved after the step."""
-        value = self._arena.checksum(parcel.source, parcel.nbytes) if self._checksums else None
+        """Send a parcel now. It always has a checksum, which is computed here: its pages may be moved after the step."""
+        value = self._arena.checksum(parcel.source, parcel.nbytes)
         with self._lock:
             self._due.append(_Due(parcel, step, number, value))
         self._wake()
