@@ -16,7 +16,7 @@ from tests.link.crew import TRANSPORTS, Crew, early_params
 from tests.link.fault_workers import Outpost, free_port
 from tests.link.rig import model_of
 
-ROUNDS = int(os.environ.get("HYBRIDKV_LINK_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("HYBRIDKV_LINK_ROUNDS", "1"))
 SEED = int(os.environ.get("HYBRIDKV_LINK_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 TOKENS = 192
 """Of a prompt: some 24 MiB of cache."""
@@ -29,6 +29,7 @@ BULKY: dict[str, Any] = {"model": "bulky", "memory": "256MiB", "parcel_bytes": 1
 @TRANSPORTS
 def test_kills_at_random_times(transport: str, side: str, record_property: Callable[[str, object], None]) -> None:
     """The survivor answers all requests, and uses the process that takes the place of the killed one."""
+    record_property("link", f"{side} over {transport or 'default'}: HYBRIDKV_LINK_SEED={SEED}")
     chance = random.Random(f"{SEED} {transport} {side}")
     with Engine(model_of("bulky"), memory="64MiB") as oracle:
         crew = Crew(transport, oracle, seed=chance.randrange(1 << 30))
@@ -36,7 +37,7 @@ def test_kills_at_random_times(transport: str, side: str, record_property: Calla
             summary = _rounds(crew, side, chance)
         finally:
             crew.close()
-    record_property("link", f"{side} killed over {transport or 'default'}: {summary}, HYBRIDKV_LINK_SEED={SEED}")
+    record_property("link", f"{side} killed over {transport or 'default'}: {summary}")
 
 
 def _rounds(crew: Crew, side: str, chance: random.Random) -> dict[str, Any]:

@@ -13,7 +13,7 @@ __all__ = ["crew", "oracle"]  # fixtures
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("gate", ["claim", "write-0", "written-0", "write-5", "end"])
+@pytest.mark.parametrize("gate", ["claim", "write-0", "written-5"])
 def test_a_stopped_producer(crew: Crew, gate: str) -> None:
     """Its pages are quarantined until it says that it has ended. What it writes after that harms nobody."""
     producer, other = crew.producer(lease_s=30.0), crew.producer()
