@@ -113,7 +113,7 @@ class Push:
         return LayerParcels(self, step, parcels)
 
     def send(self, step: int, number: int, parcel: Parcel) -> None:
-        """Send a parcel now. It always has a checksum, which is computed here: its pages may be moved after the step."""
+        """Send a parcel now. Its checksum is always computed, and here: its pages may be moved after the step."""
         value = self._arena.checksum(parcel.source, parcel.nbytes)
         with self._lock:
             self._due.append(_Due(parcel, step, number, value))
