@@ -221,15 +221,13 @@ def test_an_early_claim_that_ends_while_its_prompt_is_computed(crew: Crew, ends:
 
 
 @TRANSPORTS
-def test_a_producer_without_room_for_the_end_of_the_prompt(crew: Crew) -> None:
+def test_prompts_that_wait_give_way_to_others(crew: Crew) -> None:
     producer = crew.producer(memory="192KiB")
     consumer = crew.consumer(producer)
     prompts = [crew.prompt(200) for _ in range(3)]
     offered = [producer.call("prefill", prompt) for prompt in prompts]
-    assert offered[0] is not None
-    assert offered[-1] is None
-    for prompt, params in zip(prompts, offered, strict=True):
-        received = None if params is None else 200
+    assert all(offered)
+    for prompt, params, received in zip(reversed(prompts), reversed(offered), (200, None, None), strict=True):
         assert consumer.call("reply", prompt, params) == (crew.right(prompt), received)
     producer.call("wait_for", pins=0, outbound=0)
 
