@@ -104,7 +104,10 @@ def test_stop_texts(pair: Pair, family: str, transport: str) -> None:
     tokens = prompt(50, 6)
     long = replace(GREEDY, max_tokens=24)
     pieces = [expected(family, tokens, replace(long, max_tokens=count)).text for count in (1, 2, 6)]
-    for text in {pieces[0], pieces[1], pieces[2][-3:]} - {""}:
+    whole = expected(family, tokens, long).text
+    texts = {text for text in (pieces[0], pieces[1], pieces[2][-3:]) if text and text in whole}
+    assert texts  # a reply that is cut inside a character ends with a replacement, which the whole one does not have
+    for text in texts:
         for includes in (False, True):
             params = replace(long, stop=text, include_stop_str_in_output=includes)
             result = pair.hand_over(tokens, params)

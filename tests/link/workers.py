@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import multiprocessing
 import os
 import pickle
@@ -145,8 +146,27 @@ class Workers:
 _LINK_OPTIONS = ("role", "peers", "lease_s", "timeout_s", "checksums")
 
 
+class _Logged(logging.Handler):
+    """Keeps what is logged. The output of a process is that of the first test, so later ones cannot capture it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 class _Host:
     """The commands of one process."""
+
+    def __init__(self) -> None:
+        self._logged = _Logged()
+        logging.getLogger("hybridkv.link").addHandler(self._logged)
+
+    def log(self) -> list[str]:
+        """What the link has logged."""
+        return self._logged.messages
 
     def start(self, family: str, options: dict[str, Any]) -> int:
         from hybridkv.engine import Engine
