@@ -24,7 +24,7 @@ import torch
 from tests.link.rig import Rig
 
 SECRET = "a secret for the tests of links"
-CALL_S = 60.0
+CALL_S = 120.0
 _FORK = get_context("forkserver")
 _FORK.set_forkserver_preload(["tests.link.fault_workers"])
 
