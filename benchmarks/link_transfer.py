@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ from hybridkv.link.parcels import PARCEL_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGES = (64 * KIB, 256 * KIB, MIB)
-TRANSPORTS: Mapping[str, Mapping[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}
+TCP = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"
+"""NIXL refuses to start without a transport for the memory of GPUs that the machine has."""
+TRANSPORTS: Mapping[str, Mapping[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": TCP}}
 ORDERS = ("in order", "at random")
 PARCELS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WINDOWS = (1, 2, 3, 8)

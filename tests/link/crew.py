@@ -11,9 +11,10 @@ import pytest
 from hybridkv.engine import Engine
 from tests.link.fault_workers import Outpost
 from tests.link.rig import PARAMS, model_of, prompt_of
+from tests.link.workers import TCP
 
 LENGTH = 300
-TRANSPORTS = pytest.mark.parametrize("transport", ["", "tcp"], ids=["default", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["", TCP], ids=["default", "tcp"])
 FAST = {"lease_s": 1.0, "timeout_s": 1.0}
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,9 @@ PATIENCE_S = 30.0
 """A command that has not answered by then fails its test."""
 LIFETIME_S = 400.0
 """No process lives longer."""
-TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}
+TCP = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"
+"""NIXL refuses to start without a transport for the memory of GPUs that the machine has."""
+TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": TCP}}
 _PRELOADED = ["torch", "transformers", "hybridkv.engine", "hybridkv.link.link", "nixl_cu12._api", "tests.engine.zoo"]
 
 

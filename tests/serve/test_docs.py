@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybridkv import Engine
 from hybridkv.cli.main import app
 from hybridkv.demo import demo_model
+from hybridkv.link.link import LinkOptions
 from hybridkv.serve import HiddenFolder, ServeOptions, Server, make_app
 from hybridkv.units import parse_size
 from tests.serve.serving import Served, serving
@@ -125,6 +126,16 @@ def test_every_metric_of_hidden_states_is_listed(engine: Engine, tmp_path: Path)
         found = metrics_of(served)
     assert metrics_in("with `--hidden-states-dir`: `hybridkv_...`") == {
         name: kind for name, kind in found.items() if name.startswith("hidden_states_")
+    }
+
+
+def test_every_metric_of_a_link_is_listed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret of two servers")
+    link = LinkOptions(role="prefill", secret_file=tmp_path / "secret")
+    with Engine(checkpoint, memory="16MiB", device="cpu", link=link) as engine, serving(engine) as served:
+        found = metrics_of(served)
+    assert metrics_in("with `--role`: `hybridkv_...`") == {
+        name: kind for name, kind in found.items() if name.startswith("link_")
     }
 
 

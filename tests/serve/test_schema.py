@@ -25,6 +25,7 @@ def api(checkpoint: Path) -> Iterator[Any]:
 
 
 OPERATIONS = [
+    ("get", "/v1/link"),
     ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"),
     ("get", "/v1/models"),
