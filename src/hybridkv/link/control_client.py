@@ -30,7 +30,7 @@ class ControlClient:
         max_body_bytes: int = control.MAX_BODY_BYTES,
     ) -> None:
         self.url = url
-        self._host, self._port = _address(url)
+        self._host, self._port = link_address(url)
         self._secret = secret
         self._timeout_s = timeout_s
         self._max_body_bytes = max_body_bytes
@@ -102,7 +102,8 @@ class ControlClient:
         raise LinkError(f"link call {method!r} has failed in {self.url}: {message.get('failed')}; its log says why")
 
 
-def _address(url: str) -> tuple[str, int]:
+def link_address(url: str) -> tuple[str, int]:
+    """Host and port of a link."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

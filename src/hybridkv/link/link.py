@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from hybridkv.errors import InputError
 from hybridkv.link.agent import Agent
 from hybridkv.link.arena import Arena
 from hybridkv.link.consumer import Consumer
+from hybridkv.link.control_client import link_address
 from hybridkv.link.control_server import ControlServer
 from hybridkv.link.geometry import Geometry
 from hybridkv.link.peers import Peer
@@ -69,7 +69,7 @@ class LinkOptions:
             if not 0.1 <= value <= 86400:
                 raise InputError(f"link {name} {value:g} s: choose 0.1 to 86400")
         for url in self.peers:
-            peer_address(url)
+            link_address(url)
 
     @property
     def produces(self) -> bool:
@@ -78,18 +78,6 @@ class LinkOptions:
     @property
     def consumes(self) -> bool:
         return self.role != "prefill"
-
-
-def peer_address(url: str) -> tuple[str, int]:
-    """Host and port of a peer."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "http" or not host or not port or parts.path not in ("", "/"):
-        raise InputError(f"peer {url!r}: write its link address as http://HOST:PORT")
-    return host, port
 
 
 class Link:
@@ -143,7 +131,7 @@ class Link:
 
     def peer_at(self, host: str, port: int) -> str | None:
         """The peer with this address, if it is configured."""
-        return next((url for url in self.options.peers if peer_address(url) == (host, port)), None)
+        return next((url for url in self.options.peers if link_address(url) == (host, port)), None)
 
     def close(self) -> None:
         """End all transfers. If a write is still in progress after a moment, the arena is never freed."""
