@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class Link:
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
         self.server: ControlServer | None = None
+        self._peers = {address: url for url in options.peers for address in _addresses(url)}
         self._is_closed = threading.Event()
         self._arena = arena
         self._agent = agent = Agent(self.engine_id, arena.place, options.host)
@@ -131,7 +133,7 @@ class Link:
 
     def peer_at(self, host: str, port: int) -> str | None:
         """The peer with this address, if it is configured."""
-        return next((url for url in self.options.peers if link_address(url) == (host, port)), None)
+        return self._peers.get((host, port))
 
     def close(self) -> None:
         """End all transfers. If a write is still in progress after a moment, the arena is never freed."""
@@ -156,6 +158,16 @@ class Link:
         assert self.producer is not None
         while not self._is_closed.wait(_EXPIRE_EVERY_S):
             self.producer.expire()
+
+
+def _addresses(url: str) -> set[tuple[str, int]]:
+    """Host and port as they were given, and the addresses that the host has by now."""
+    host, port = link_address(url)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # it may get a name later; then it is known by this name only
+        found = []
+    return {(host, port)} | {(str(address[0]), port) for *_, address in found}
 
 
 def _nobody() -> None:
