@@ -63,7 +63,7 @@ class Crew:
 
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[Engine]:
-    with Engine(model_of("llama"), memory="4MiB") as engine:
+    with Engine(model_of("llama"), memory="4MiB", device="cpu") as engine:
         yield engine
 
 

@@ -64,6 +64,7 @@ class Rig:
         self.engine = Engine(
             model_of(model),
             memory=memory,
+            device="cpu",
             link=LinkOptions(
                 role=role,
                 peers=[f"http://127.0.0.1:{one}" for one in peers],

@@ -196,3 +196,13 @@ def test_an_arrival_is_not_settled_before_its_claim_is_answered() -> None:
     arrival.is_asking = False
     assert soon(lambda: arrival.is_settled)
     consumer.close()
+
+
+def test_a_prompt_is_released_if_its_claim_was_cancelled_before_it_came() -> None:
+    pair = Pair()
+    outbound = pair.producer.begin("request", Prompt(16, "digest", "sampling"))
+    pair.producer.offer(outbound, PageTables({}, {}), [])
+    assert pair.producer.handle("cancel", {"claim": "claim"})["settled"]
+    with pytest.raises(Refused, match="cancelled"):
+        pair.claim()
+    assert pair.released == ["request"]

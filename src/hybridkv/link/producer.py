@@ -183,6 +183,7 @@ class Producer:
             pages = pages_from_json(params["pages"])
             claim = Claim(str(params["claim"]), target, prompt, int(params["start"]), pages)
             if claim.id in self._cancelled:
+                self._release(params)
                 raise Refused("this claim was cancelled before it came", "cancelled")
             if self._is_closed:
                 raise Refused("this engine is being closed: compute this prompt", "closed")
