@@ -14,7 +14,7 @@ import pytest
 from hybridkv import Engine
 from hybridkv.serve.logs import _JsonFormatter, _TextFormatter
 from tests.engine.zoo import prompt
-from tests.serve.serving import Served, check_idle, serving
+from tests.serve.serving import Served, check_idle, eventually, serving
 
 
 @pytest.fixture
@@ -94,6 +94,7 @@ def test_a_request_is_a_line_of_facts(served: Served, caplog: pytest.LogCaptureF
     served.http.post("/v1/completions", json={**body, "stream": True}, headers=headers)
     served.http.get("/health")
     served.http.get("/no%0Awhere")
+    assert eventually(lambda: sum(one.name == "hybridkv.serve" for one in caplog.records) == 2)
     first, second = (one for one in caplog.records if one.name == "hybridkv.serve")
     facts = json.loads(_JsonFormatter().format(first))
     assert facts["request"] == "my id"
