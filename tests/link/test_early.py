@@ -12,8 +12,7 @@ from hybridkv.engine import SamplingParams
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import prompt
 from tests.link.pairs import Pair, check
-from tests.link.test_handover import KINDS
-from tests.link.workers import TRANSPORTS
+from tests.link.test_handover import KINDS_OVER
 
 ORDERS = ["consumer first", "producer first", "at once"]
 PARAMS: dict[str, Any] = {
@@ -51,8 +50,7 @@ def pair(open_pairs: dict[tuple[str, str], Pair], family: str, transport: str) -
         raise
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(("family", "transport"), KINDS_OVER)
 @pytest.mark.parametrize("order", ORDERS)
 def test_prompts_of_several_steps(pair: Pair, family: str, transport: str, order: str) -> None:
     for length in (200, 64, 129, 5):

@@ -15,10 +15,16 @@ from tests.link.pairs import Pair, check, expected
 from tests.link.workers import TRANSPORTS
 
 KINDS = ["llama", "gemma3", "qwen3_next", "mamba2", "nemotron_h", "kimi_linear", "falcon_h1"]
+KINDS_OVER = [
+    *zip(KINDS, ["cma", "tcp", "cma", "tcp", "cma", "tcp", "cma"], strict=True),
+    ("llama", "tcp"),
+    ("qwen3_next", "tcp"),
+]
+"""Each family over one transport, and two over both."""
 """One family for each kind of layer: full, window, GDN, Mamba-2 alone and with attention, MLA and KDA, two in one."""
 EOS = 2
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
-families = pytest.mark.parametrize("family", KINDS)
+kinds = pytest.mark.parametrize(("family", "transport"), KINDS_OVER)
 two_families = pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 
 
@@ -84,8 +90,7 @@ def check_received(family: str, result: Result, num_tokens: int) -> None:
     assert result.cached_tokens == len(result.prompt_token_ids)
 
 
-@transports
-@families
+@kinds
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_handover(pair: Pair, family: str, transport: str, case: Case) -> None:
     before = pair.consumer.stats()
@@ -99,8 +104,7 @@ def test_a_handover(pair: Pair, family: str, transport: str, case: Case) -> None
     assert computed == sum(len(one.token_ids) - 1 for one in result.completions)  # no token of the prompt
 
 
-@transports
-@families
+@kinds
 def test_stop_texts(pair: Pair, family: str, transport: str) -> None:
     """The first token, a later one, or several together complete the text that ends the reply."""
     tokens = prompt(50, 6)
@@ -117,8 +121,7 @@ def test_stop_texts(pair: Pair, family: str, transport: str) -> None:
             check(family, tokens, params, result)
 
 
-@transports
-@families
+@kinds
 @pytest.mark.parametrize("known", ["received", "computed"])
 def test_the_next_turn_of_a_conversation_sends_what_is_new(pair: Pair, family: str, transport: str, known: str) -> None:
     tokens = prompt(90, 1)
@@ -135,8 +138,7 @@ def test_the_next_turn_of_a_conversation_sends_what_is_new(pair: Pair, family: s
         assert again.received.num_bytes < whole.received.num_bytes
 
 
-@transports
-@families
+@kinds
 def test_prompts_that_begin_alike(pair: Pair, family: str, transport: str) -> None:
     """Their KV is there up to where they part; states and windows may not be."""
     shared = prompt(120, 1)
