@@ -334,8 +334,10 @@ class EngineCore:
             sample.request.arrival = None
             if not self._receipts.commit(sample, arrival):
                 self.scheduler.start_again(sample)
-            elif sample.remaining == 0:
+            elif sample.remaining == 0 and len(arrival.first) == sample.request.num_samples:
                 updates += self._go_on(sample, sampled_tokens(arrival.first))
+            elif sample.remaining == 0 and sample.lease is not None:  # first tokens are missing: compute the last again
+                self.cache.rollback(sample.lease, sample.request.prompt_tokens - 1)
         return updates
 
     def _go_on(self, sample: Sample, sampled: Sequence[Sampled]) -> list[Update]:
