@@ -17,7 +17,7 @@ COMMANDS = ("serve", "generate", "chat", "extract")
 OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(Engine.__init__).parameters.items()
-    if name not in ("self", "model")
+    if name not in ("self", "model", "link")  # `serve` makes the link's options of several flags
 }
 
 NO_FLAG = {
@@ -105,6 +105,7 @@ def started_with(monkeypatch: pytest.MonkeyPatch, command: str, *args: str) -> d
     with pytest.raises(Started) as caught:
         run([command, "a model", *OWN[command], *args])
     options: dict[str, Any] = caught.value.args[0]
+    assert options.pop("link") is None
     return options
 
 
