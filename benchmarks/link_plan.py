@@ -27,7 +27,7 @@ MODELS = ("gemma-3-27b", "gpt-oss-120b", "qwen3.5-397b-a17b")
 LENGTHS = (2048, 8192, 32768)
 MEMORY_BYTES = 80 * 2**30
 STATE_DESCRIPTORS = 4
-"""Of one linear layer in vLLM's NIXL connector."""
+"""Descriptors of one linear layer in vLLM's NIXL connector."""
 
 
 def run(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:

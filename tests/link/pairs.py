@@ -74,7 +74,7 @@ class Pair:
         return result
 
     def failures(self) -> dict[str, int]:
-        """Of the consumer, by kind."""
+        """Failed arrivals of the consumer, by kind."""
         return dict(self.consumer.stats().link.failures)
 
     def check_at_rest(self) -> None:

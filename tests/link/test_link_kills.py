@@ -19,7 +19,7 @@ from tests.link.rig import model_of
 ROUNDS = int(os.environ.get("HYBRIDKV_LINK_ROUNDS", "1"))
 SEED = int(os.environ.get("HYBRIDKV_LINK_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 TOKENS = 192
-"""Of a prompt: some 24 MiB of cache."""
+"""Tokens of a prompt: some 24 MiB of cache."""
 LONGEST_S = 1.0
 """From the first request to the kill."""
 BULKY: dict[str, Any] = {"model": "bulky", "memory": "256MiB", "parcel_bytes": 1 << 20, "lease_s": 3.0}

@@ -13,7 +13,7 @@ from hybridkv.link.arena import HostArena, Place
 from hybridkv.link.arrival import Arrival, Stage, Wanted
 from hybridkv.link.consumer import Consumer
 from hybridkv.link.errors import LinkError, PeerDown, PeerGone, PeerStranger, Refused
-from hybridkv.link.messages import FirstToken
+from hybridkv.link.messages import End, FirstToken, Plan
 from hybridkv.link.peers import Peer
 from hybridkv.link.producer import Producer, Prompt
 from hybridkv.link.push import Push, Pusher, Target
@@ -206,3 +206,37 @@ def test_a_prompt_is_released_if_its_claim_was_cancelled_before_it_came() -> Non
     with pytest.raises(Refused, match="cancelled"):
         pair.claim()
     assert pair.released == ["request"]
+
+
+class _NoParcels:
+    """A cutter of prompts without bytes."""
+
+    def parcels(self, *args: object, **options: object) -> list[Any]:
+        return []
+
+
+class _Connected:
+    cutter = _NoParcels()
+
+
+@pytest.mark.parametrize(("steps", "is_whole"), [
+    ([(0, 48), (48, 100)], True),
+    ([(0, 100)], True),
+    ([(0, 48), (64, 100)], False),
+    ([(0, 48)], False),
+    ([(16, 100)], False),
+    ([], False),
+])  # fmt: skip
+def test_steps_must_cover_the_prompt(steps: list[tuple[int, int]], is_whole: bool) -> None:
+    arrival = Arrival(cast(Peer, _Connected()), "request", is_early=True)
+    arrival.claimed(Wanted(0, 100, PageTables({}, {}), "digest", "sampling", is_plain=True), 9.0)
+    arena = HostArena(memoryview(b""))
+    for number, (start, end) in enumerate(steps):
+        arrival.hear(Plan(arrival.id, number, start, end, False, 1, PageTables({}, {})), arena)
+    last = End(arrival.id, (0,) * len(steps), (FirstToken(1),))
+    if is_whole:
+        arrival.hear(last, arena)
+        assert arrival.stage is Stage.DONE
+    else:
+        with pytest.raises(LinkError, match="do not cover"):
+            arrival.hear(last, arena)

@@ -40,15 +40,17 @@ class Wanted:
     end: int
     pages: PageTables
     digest: str
-    """Of the prompt's tokens and lookup key."""
+    """Digest of the prompt's tokens and lookup key."""
     sampling: str
-    """Of the parameters that the first token depends on."""
+    """Digest of the parameters that the first token depends on."""
     is_plain: bool
     """Full attention only: tokens before a corrupt parcel are of use."""
 
 
 @dataclass(slots=True)
 class _Step:
+    start: int
+    end: int
     parcels: Sequence[Parcel]
     landed: set[int] = field(default_factory=set)
     """Numbers of those that have landed. A message that comes twice counts once."""
@@ -173,7 +175,7 @@ class Arrival:
         parcels = cutter.parcels(
             plan.pages, wanted, plan.start, plan.end, parcel_bytes=plan.parcel_bytes, by_layer=plan.by_layer
         )
-        self._steps[plan.step] = _Step(parcels)
+        self._steps[plan.step] = _Step(plan.start, plan.end, parcels)
         notes, self._early_notes = self._early_notes, []
         for note in notes:
             self._landed(note, arena)
@@ -209,10 +211,14 @@ class Arrival:
         """After the end, with all parcels: done, or failed if one was corrupt."""
         if self._end is None or self.is_over:
             return
+        position = self.start
         for number, count in enumerate(self._end.num_parcels):
             step = self._steps.get(number)
             if step is None or len(step.landed) < count:
                 return
+            position = step.end if step.start <= position else -1
+        if position != self.end:
+            raise LinkError(f"an end, although the steps do not cover tokens {self.start} to {self.end}")
         self.first = self._end.first
         self.seconds = time.monotonic() - self.claimed_at
         self.stage = Stage.DONE if self.failure is None else Stage.FAILED

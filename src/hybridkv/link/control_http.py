@@ -8,6 +8,7 @@ import socket
 import socketserver
 import threading
 import time
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -84,7 +85,7 @@ class Listener(ThreadingHTTPServer):
         self.shutdown_request(connection)
 
 
-class JsonRequests(BaseHTTPRequestHandler):
+class JsonRequests(BaseHTTPRequestHandler, ABC):
     """Reads requests within a deadline and answers JSON. A subclass implements `answer_post`."""
 
     protocol_version = "HTTP/1.1"
@@ -95,8 +96,9 @@ class JsonRequests(BaseHTTPRequestHandler):
     """Seconds between two requests of a connection that has sent an authenticated call."""
     is_proven = False
 
+    @abstractmethod
     def answer_post(self) -> None:
-        raise NotImplementedError
+        """Answer a POST request: read its body, or skip it."""
 
     def setup(self) -> None:
         super().setup()

@@ -50,10 +50,13 @@ class LinkOptions:
     timeout_s: float = 30.0
     """A request whose prompt has not come by then computes it."""
     checksums: bool = True
+    """Whether the engine that receives verifies a checksum of each parcel."""
 
     def check(self) -> None:
         if self.role not in ROLES:
             raise InputError(f"role {self.role!r}: choose {', '.join(ROLES)}")
+        if isinstance(self.peers, str):
+            raise InputError(f"peers {self.peers!r}: pass a list of addresses")
         if self.consumes and not self.peers:
             raise InputError(f"role {self.role} without a peer: give the link address of each engine that prefills")
         if self.peers and not self.consumes:

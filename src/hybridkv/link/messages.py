@@ -52,7 +52,7 @@ class ParcelLanded:
 class End:
     claim: str
     num_parcels: tuple[int, ...]
-    """Of each step."""
+    """Number of parcels of each step."""
     first: tuple[FirstToken, ...]
 
 

@@ -28,7 +28,7 @@ class Peer:
         self.client = ControlClient(url, secret)
         self.lease_s = 0.0
         self.engine_id = ""
-        """Of the process that was connected to last."""
+        """Engine id of the process that was connected to last."""
         self._own_id = engine_id
         self._agent = agent
         self._geometry = geometry

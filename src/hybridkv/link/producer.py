@@ -44,9 +44,9 @@ class Prompt:
 
     num_tokens: int
     digest: str
-    """Of the tokens and the lookup key."""
+    """Digest of the tokens and the lookup key."""
     sampling: str
-    """Of the parameters that the first token depends on."""
+    """Digest of the parameters that the first token depends on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def _digest_of(tokens: bytes, key: LookupKey) -> str:
 
 
 def _first_token_digest(params: SamplingParams) -> str:
-    """Of all parameters that the first token and its logprobs depend on.
+    """Digest of all parameters that the first token and its logprobs depend on.
 
     A draw depends on the seed, the sample's index and the token's index alone, so no state of a generator travels.
     """
