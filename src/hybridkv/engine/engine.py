@@ -30,6 +30,7 @@ from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming.store_traffic import check_streaming
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link import params as transfer_params
+from hybridkv.link.agent import check_nixl
 from hybridkv.link.link import Link, LinkOptions
 from hybridkv.link.params import RemoteDecode, RemotePrefill
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_ORDER
@@ -91,6 +92,7 @@ class Engine:
         check_compile(compile)
         if link is not None:
             link.check()
+            check_nixl()
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         check_kinds(
             whole={"block_size": block_size, "max_num_seqs": max_num_seqs},

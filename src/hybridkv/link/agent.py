@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybridkv.link.interfaces import interface_of
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """The same API under three names. The first does not pull CUDA."""
+_NO_NIXL = "a link between engines needs NIXL: pip install 'hybridkv[link]'"
 _PROGRESS_DELAY_US = 1000
 """Pause of UCX's progress thread. NIXL's Python wrapper has 0: notifications then take 32 ms, and half a core."""
 
@@ -119,6 +121,12 @@ class Agent:
         return self._nixl.get_xfer_descs(table, place.kind)
 
 
+def check_nixl() -> None:
+    """Raises InputError if NIXL is not installed. It is not imported yet."""
+    if not any(find_spec(package) for package in _PACKAGES):
+        raise InputError(_NO_NIXL)
+
+
 def _nixl() -> ModuleType:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it tells each agent's start otherwise
     for package in _PACKAGES:
@@ -127,7 +135,7 @@ def _nixl() -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name not in (package, f"{package}._api"):
                 raise
-    raise InputError("a link between engines needs NIXL: pip install 'hybridkv[link]'")
+    raise InputError(_NO_NIXL)
 
 
 def _patient_agent(api: ModuleType, name: str) -> Any:
