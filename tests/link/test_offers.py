@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,25 @@ def test_a_missing_nixl_is_told_before_a_model_is_loaded(link: LinkOptions, monk
     monkeypatch.setattr("hybridkv.link.agent._PACKAGES", ("no_such_nixl",))
     with pytest.raises(InputError, match=r"pip install 'hybridkv\[link\]'"):
         Engine("no model is loaded", link=link)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_prompt_that_comes_without_first_tokens_is_continued(
+    family: str, link: LinkOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.engine.linking.prefills.first_tokens", lambda request: [])
+    params, tokens = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), prompt(40, 1)
+    with Engine(fresh(family), memory="8MiB", device="cpu", link=link) as producer:
+        assert producer.link is not None
+        peers = [f"http://127.0.0.1:{producer.link.port}"]
+        other = replace(link, role="decode", peers=peers)
+        with Engine(fresh(family), memory="8MiB", device="cpu", link=other) as consumer:
+            asked = {"do_remote_decode": True}
+            [offered] = producer.generate([tokens], params, kv_transfer_params=asked, progress=False)
+            [result] = consumer.generate(
+                [tokens], params, kv_transfer_params=offered.kv_transfer_params, progress=False
+            )
+            assert result.received is not None
+            [alone] = consumer.generate([tokens], params, cache_salt="alone", progress=False)
+            assert result.token_ids == alone.token_ids
+            consumer.check_integrity()
