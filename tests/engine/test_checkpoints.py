@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from hybridkv import Engine
+from hybridkv.engine.loading import checkpoint
+from hybridkv.engine.loading.checkpoint import load
 from tests.engine.checkpoints import save_checkpoint, tokenizer
 from tests.engine.composites import COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
-from tests.engine.zoo import VOCAB_SIZE, build, oracle_logits, prompt
+from tests.engine.zoo import VOCAB_SIZE, build, fresh, oracle_logits, prompt
 
 NOISE = 2e-5
 
@@ -78,3 +80,13 @@ def test_the_tokenizer_loads_and_speaks_chat(tmp_path: Path) -> None:
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert loaded.encode(chat).count(loaded.eos_token_id) == 1
     assert tokenizer().encode(chat) == loaded.encode(chat)
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_bfloat16_is_computed_where_the_cpu_can(
+    has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(checkpoint, "has_bfloat16", lambda: has_bfloat16)
+    assert load(tmp_path, device="cpu").model.dtype == (torch.bfloat16 if has_bfloat16 else torch.float32)
+    assert load(tmp_path, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16

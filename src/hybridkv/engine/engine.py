@@ -73,7 +73,8 @@ class Engine:
 
         `model`: directory of a saved transformers model, or a model in memory.
         `memory`: size of the cache; the model's weights are not included.
-        `dtype`, `device`: "auto" takes the checkpoint's dtype, and a GPU if there is one.
+        `dtype`, `device`: "auto" takes the checkpoint's dtype (float32 for bfloat16 on a CPU that computes it in
+            software), and a GPU if there is one.
         `kv_cache_dtype`, `state_dtype`: dtypes of cached keys and values (default: the model's) and states (float32).
         `block_size`: tokens in a block.
         `attn_pack_size`: number of full-attention layers that share a page (default: all).

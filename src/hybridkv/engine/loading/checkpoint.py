@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybridkv.engine.loading.families import check_supported
+from hybridkv.engine.loading.host import has_bfloat16
 from hybridkv.engine.loading.identity import model_identity, model_name, store_identity
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
@@ -21,6 +23,8 @@ from hybridkv.memory.memory import torch_dtype
 from hybridkv.models import Compute, read_compute
 from hybridkv.models.reader import open_config, read_config
 from hybridkv.spec import DType, ModelSpec
+
+LOG = logging.getLogger("hybridkv.engine")
 
 _NO_LIMIT = 1 << 20
 """Most tokens of a request on models without positions. The cache's memory is the real limit."""
@@ -79,7 +83,7 @@ def load(
             loaded = loaded.to(_weights_dtype(dtype))
     else:
         _check_path(model)
-        loaded = _from_checkpoint(str(model), dtype, trust_remote_code)
+        loaded = _from_checkpoint(str(model), dtype, where, trust_remote_code)
     loaded = loaded.to(where).eval()
     will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
     identity = model_identity(loaded) if will_pack else ""  # packed weights have another form
@@ -158,11 +162,16 @@ def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
     return parsed
 
 
-def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _from_checkpoint(
+    path: str, dtype: str | torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
     wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _check_config(config, path)
+        if wanted == "auto" and _is_emulated(config, device):
+            LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
+            wanted = torch.float32
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -188,6 +197,12 @@ def _from_checkpoint(path: str, dtype: str | torch.dtype, trust_remote_code: boo
     if missing:  # transformers would fill them with random numbers and continue
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
+
+
+def _is_emulated(config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether the weights are bfloat16 and the device computes bfloat16 in software, many times slower than float32."""
+    dtype = config.get_text_config(decoder=True).dtype or config.dtype
+    return device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16()
 
 
 def _first_line(error: Exception) -> str:

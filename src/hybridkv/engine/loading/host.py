@@ -44,6 +44,11 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 itself."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def flush_denormals() -> None:
     """Treat numbers below 1e-38 as zero, on this thread and on the threads that torch starts from it.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybridkv.engine.loading.host import has_bfloat16
 from hybridkv.engine.seams.ops import operation
 
 _TYPICAL_TOKENS = 16
@@ -39,7 +40,7 @@ def can_pack(model: PreTrainedModel, *, is_alone: bool = False) -> bool:
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if model.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return has_bfloat16()
     # A single token is a matrix-vector product. OpenBLAS runs it at memory bandwidth, faster than oneDNN.
     return model.dtype == torch.float32 and platform.machine() == "aarch64" and not is_alone
 
