@@ -1,4 +1,4 @@
-"""Kernels run on the GPU if there is one, and else in Triton's interpreter, which is set up before Triton is imported."""
+"""Kernels run on the GPU if there is one, and else in the interpreter of Triton, set up before Triton is imported."""
 
 from __future__ import annotations
 
