@@ -2,6 +2,8 @@
 
 Tests run side by side, one process a core: each computes with one thread, or they wait for one another.
 
+Without an NVIDIA GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported, as torch may do.
+
 SIGINT does what it usually does: in the background of a script it is ignored, and what tests start would inherit that.
 """
 
@@ -9,6 +11,8 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,19 +7,23 @@
 A draw is an exponential race: every token gets an exponential random number, and the largest p / Exp(1) wins. Scores
 are only compared and probabilities are never summed, so a row's draw does not depend on other rows. The generator of a
 seeded row is seeded for every token (see `SamplingState.draw_seed`). The same seed gives the same numbers on the same
-kind of device only. Rows without a seed share one generator.
+kind of device only. Rows without a seed share one generator. On a GPU, `device_draw` draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybridkv.engine.sampling.filters import keep_likely
+from hybridkv.engine.sampling import device_draw
+from hybridkv.engine.sampling.filters import keep_likely, mask_below
+from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampling_state import SamplingState
 
 FINEST = 2**-25
@@ -51,6 +55,8 @@ class Sampler:
         self.device = torch.device(device)
         self._shared = torch.Generator(self.device)
         self._seeded = torch.Generator(self.device)
+        self._seeds = np.random.default_rng(None if seed is None else seed % 2**64)
+        self._draws_on_device = self.device.type == "cuda" and torch.utils._triton.has_triton()
         if seed is None:
             self._shared.seed()
         else:
@@ -65,6 +71,9 @@ class Sampler:
             return []
         if all(row.plain_greedy for row in rows):
             return _results(_best(logits), logits, {})
+        if self._draws_on_device:
+            tokens = self._draw_on_device(logits, rows)
+            return _results(tokens, logits, _logprobs(logits, tokens, rows))
         scores = _adjusted(logits, rows)
         tokens = _best(scores)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
@@ -73,6 +82,28 @@ class Sampler:
             winners = self._draw(scores[picked], [rows[index] for index in drawn])
             tokens[picked] = torch.where(tokens[picked] < 0, -1, winners)
         return _results(tokens, logits, _logprobs(logits, tokens, rows))
+
+    def draw_seeds(self, rows: Sequence[SamplingState]) -> npt.NDArray[np.uint64]:
+        """The seeds of draws on the device: those of seeded rows, and random bits for the rest."""
+        seeds = self._seeds.integers(0, 2**64, size=len(rows), dtype=np.uint64)
+        for index, row in enumerate(rows):
+            own = row.draw_seed()
+            if own is not None:
+                seeds[index] = own
+        return seeds
+
+    def _draw_on_device(self, logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+        # logits: [R, V] -> [R]
+        params = [row.params for row in rows]
+        if not all(row.is_plain for row in rows):
+            logits = _keep_min_p(_adjusted(logits, rows), params)
+        packed = torch.from_numpy(device_draw.pack(params, self.draw_seeds(rows))).to(logits.device)
+        return device_draw.draw_plain(
+            logits,
+            device_draw.PlainParams.over(packed),
+            filtered=device_draw.are_filtered(params),
+            drawn=device_draw.are_drawn(params),
+        )
 
     def _draw(self, scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         # scores: [S, V] -> [S]
@@ -106,6 +137,15 @@ def _best(scores: Tensor) -> Tensor:
     # scores: [R, V] -> [R]
     values, tokens = scores.max(dim=-1)
     return tokens.masked_fill_(~values.isfinite(), -1)
+
+
+def _keep_min_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply min-p to scores that are not divided by temperature yet, in place. Greedy rows stay as they are."""
+    # scores: [R, V]
+    if all(p.min_p == 0 for p in params):
+        return scores
+    floors = [math.log(p.min_p) * p.temperature if p.min_p and not p.greedy else -math.inf for p in params]
+    return mask_below(scores, scores.amax(dim=-1) + torch.tensor(floors, dtype=scores.dtype).to(scores.device))
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:

@@ -24,7 +24,7 @@ class SamplingState:
     output: tokens it has sampled already.
     """
 
-    __slots__ = ("_at", "_counts", "_seen", "ends", "output", "params", "sibling")
+    __slots__ = ("_at", "_counts", "_has_plain_params", "_seen", "ends", "output", "params", "sibling")
 
     def __init__(
         self,
@@ -39,6 +39,9 @@ class SamplingState:
         self.ends = frozenset(ends)
         self.sibling = sibling
         self.output: list[int] = []
+        changes_logits = params.needs_penalties or bool(params.logit_bias)
+        uses_min_p = params.min_p > 0 and not params.greedy
+        self._has_plain_params = not changes_logits and not uses_min_p and params.logprobs is None
         # Only the repetition penalty applies to the prompt.
         seen = np.asarray(prompt if params.repetition_penalty != 1 else (), dtype=np.int64)
         self._seen: npt.NDArray[np.int64] = np.unique(seen)
@@ -64,10 +67,14 @@ class SamplingState:
         return len(self.output)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature, top-k, top-p and seed alone decide its next token, without logprobs."""
+        return self._has_plain_params and (len(self.output) >= self.params.min_tokens or not self.ends)
+
+    @property
     def plain_greedy(self) -> bool:
         """Whether its next token is the argmax of the unchanged logits, without logprobs."""
-        params = self.params
-        return params.greedy and params.logprobs is None and not params.needs_penalties and not self.edits()
+        return self.params.greedy and self.is_plain
 
     @property
     def seen(self) -> npt.NDArray[np.int64]:
