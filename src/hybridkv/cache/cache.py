@@ -172,6 +172,14 @@ class Cache:
             lease.forget_after(num_known)
         return step
 
+    def is_steady(self, lease: Lease) -> bool:
+        """Whether a step of one more token will have the tables of the step in flight, once that one is committed.
+
+        Such a step needs no new page and writes all states in place. A caller may run it before it calls `commit` and
+        `extend`, if these follow without other calls in between.
+        """
+        return self._step_begin.is_steady(lease)
+
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False
     ) -> int:

@@ -69,12 +69,12 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         catalogue = Catalogue(plan, layout, loaded.store_identity)
         streamer = Streamer(store, catalogue, page_bytes(memory.buffer), load_timeout_s=settings.load_timeout_s)
         streaming = Streaming(streamer, cache, settings.stream)
-        runner.observe(streaming)
+        runner.observe(streaming, streaming.wants_step)
     linking = None
     if settings.link is not None:
         linking = _linked(settings.link, Catalogue(plan, layout, loaded.store_identity), loaded, memory, cache)
         if linking.prefills is not None:
-            runner.observe(linking)
+            runner.observe(linking, linking.wants_step)
     return EngineCore(
         cache,
         runner,

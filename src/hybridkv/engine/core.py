@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
+from hybridkv.engine.decoding.launched import Entry, Launched
+from hybridkv.engine.decoding.step_buffer import Row
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.linking.handover import sampled_tokens
 from hybridkv.engine.linking.linking import Linking
@@ -26,7 +29,7 @@ from hybridkv.engine.sampling.sampling_state import SamplingState
 from hybridkv.engine.scheduler import Scheduled, Scheduler
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
-from hybridkv.errors import RequestError
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link.params import RemoteDecode, RemotePrefill
 
 _MOST_FAILURES = 2
@@ -79,6 +82,10 @@ class EngineCore:
         """Total time of each part of a step."""
         self.steps = 0
         self.computed_tokens = 0
+        self.captured_steps = 0
+        """Decoding steps that ran as one graph."""
+        self._launched: Launched | None = None
+        """The decoding step on the device, if there is one."""
         self._sampler = Sampler(runner.device, seed)
         self._requests: dict[str, Request] = {}
         self._eos_ids = frozenset(eos_ids)
@@ -127,7 +134,14 @@ class EngineCore:
         return self._end_all(request, "abort")
 
     def step(self) -> list[Update]:
-        """Schedule and run one step; returns the updates of the samples in it."""
+        """Schedule and run one step; returns the updates of the samples in it.
+
+        On a GPU a decoding step is only submitted: the next call returns its updates, after it has submitted the step
+        that follows, if nothing but decoding is to be done.
+        """
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            return self._finish(launched)
         with self._timed("schedule"):
             if self.streaming is not None:
                 self.streaming.collect()
@@ -144,6 +158,10 @@ class EngineCore:
         begin = time.perf_counter()
         try:
             with self._timed("model"):
+                self._begin_step(scheduled)
+                self._launched = self._launch(scheduled)
+                if self._launched is not None:
+                    return updates
                 logits = self._run(scheduled)
             with self._timed("sample"):
                 drawing = [self._drawing(sample, tables) for sample, tables in scheduled]
@@ -160,6 +178,100 @@ class EngineCore:
         """Whether a sample that waits for a store in the current step makes others wait: samples or callers."""
         return self.scheduler.num_samples > 1 or self.calls_wait()
 
+    # --- decoding steps on a GPU --------------------------------------------------------------------------------------
+
+    def _launch(self, scheduled: Sequence[Scheduled]) -> Launched | None:
+        """Submit a decoding step. None if the step must run as any other."""
+        entries = [Entry(sample, lease, tables) for sample, tables in scheduled if (lease := sample.lease) is not None]
+        if not all(_decodes(one) for one in entries) or not self.runner.can_decode([one.tables for one in entries]):
+            return None
+        rows = [Row(_last_token(one.lease), one.tables, self._sampler.draw(one.sample.row)) for one in entries]
+        return self._submit(rows, entries)
+
+    def _submit(self, rows: Sequence[Row], entries: Sequence[Entry]) -> Launched:
+        launched = Launched(self.runner.decode(rows), time.perf_counter(), entries)
+        self.captured_steps += 1
+        self.computed_tokens += len(rows)
+        return launched
+
+    def _finish(self, launched: Launched) -> list[Update]:
+        """Read the results of a decoding step, and submit the next one if nothing else is to be done."""
+        entries = launched.entries
+        try:
+            with self._timed("sample"):
+                sampled = self._sampler.collect(*launched.decoded, [one.sample.row for one in entries])
+        except Exception as error:
+            self._drop_aborted(entries)
+            return self._failed([Scheduled(one.sample, one.tables) for one in entries if one.is_alive], error)
+        self._ran()
+        self._drop_aborted(entries)
+        self.scheduler.pace.observe(len(entries), time.perf_counter() - launched.began_s)
+        alive = [(one, token) for one, token in zip(entries, sampled, strict=True) if one.is_alive]
+        with self._timed("commit"):
+            if self._only_decodes(alive):
+                return self._go_on_decoding(alive)
+            return self._commit(*_parted(alive))
+
+    def _drop_aborted(self, entries: Sequence[Entry]) -> None:
+        """Free the pages of samples that were aborted while the device worked for them."""
+        for one in entries:
+            if one.lease.aborted and one.lease.in_flight:
+                self.cache.commit(one.lease)
+
+    def _only_decodes(self, alive: Sequence[tuple[Entry, Sampled]]) -> bool:
+        """Whether the next step decodes the same samples, and moves nothing."""
+        if self.streaming is not None or self.linking is not None or not self.scheduler.only_runs(len(alive)):
+            return False
+        return bool(alive) and self.runner.can_decode([one.tables for one, _ in alive])
+
+    def _go_on_decoding(self, alive: Sequence[tuple[Entry, Sampled]]) -> list[Update]:
+        """Submit the next decoding step, then commit this one while the next one runs.
+
+        The next step of a steady sample has the tables of this one. Others, such as those that end here or need a page,
+        are committed first.
+        """
+        updates: list[Update] = []
+        rows: list[Row] = []
+        entries: list[Entry] = []
+        steady: list[tuple[Entry, Sampled]] = []
+        for one, token in alive:
+            sample, lease = one.sample, one.lease
+            if sample.surely_goes_on(token, self.limits.max_len(sample.request.params)) and self.cache.is_steady(lease):
+                tables: StepTables | NoRoom = one.tables._replace(start=one.tables.end, end=one.tables.end + 1)
+                steady.append((one, token))
+            else:
+                updates += self._commit(*_parted([(one, token)]))
+                if sample.lease is None or sample.remaining != 1:
+                    continue
+                tables = self.cache.extend(lease, 1)
+                if isinstance(tables, NoRoom):
+                    continue  # the scheduler makes room
+            assert isinstance(tables, StepTables)
+            is_behind = lease.num_tokens < tables.end
+            rows.append(Row(token.token, tables, self._sampler.draw(sample.row, ahead=int(is_behind))))
+            entries.append(Entry(sample, lease, tables))
+        if rows:
+            try:
+                self._launched = self._submit(rows, entries)
+                self.steps += 1
+            except Exception as error:
+                updates += self._commit(*_parted(steady))
+                late = [one for one in entries if one.is_alive]
+                return updates + self._failed([Scheduled(one.sample, one.tables) for one in late], error)
+        return updates + [update for one, token in steady for update in self._catch_up(one, token)]
+
+    def _catch_up(self, one: Entry, token: Sampled) -> list[Update]:
+        """Commit a step whose successor already runs, and begin the successor."""
+        sample, lease = one.sample, one.lease
+        if self.cache.commit(lease, sampled=[token.token]) < one.tables.end:
+            return []  # a page it read was bad: the successor's result is dropped, too
+        following = self.cache.extend(lease, 1)
+        if isinstance(following, NoRoom) or not _same_pages(one.tables, following):
+            raise HybridKVError("the pages of a decoding step have changed while it ran: this is a bug")
+        if one.tables.end >= sample.failed_at:
+            sample.failures = sample.failed_at = 0
+        return [self._push(sample, token)]
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _run(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
@@ -170,16 +282,21 @@ class EngineCore:
             tokens = np.frombuffer(packed, dtype=np.int32)
             work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
             self.computed_tokens += tables.end - tables.start
+        logits = self.runner.run(work)
+        self._ran()
+        return logits
+
+    def _begin_step(self, scheduled: Sequence[Scheduled]) -> None:
         if self.streaming is not None:
             self.streaming.begin_step(scheduled)
         if self._prefills is not None:
             self._prefills.begin_step(scheduled)
-        logits = self.runner.run(work)
+
+    def _ran(self) -> None:
         if self.streaming is not None:
             self.streaming.ran()
         if self._prefills is not None:
             self._prefills.ran()
-        return logits
 
     def _drawing(self, sample: Sample, tables: StepTables) -> list[Sample]:
         """The samples that draw a token from this sample's last logits: none during prefill, else the sample itself.
@@ -406,6 +523,32 @@ class EngineCore:
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
+
+
+def _decodes(one: Entry) -> bool:
+    """Whether a sample computes one token and draws the next one alone."""
+    sample, lease, tables = one
+    is_alone = bool(sample.token_ids or sample.index) or sample.request.num_samples == 1
+    return tables.end - tables.start == 1 and tables.loaded is None and _is_last(lease, tables.end) and is_alone
+
+
+def _last_token(lease: Lease) -> int:
+    return int.from_bytes(lease.tokens[-TOKEN_BYTES:], sys.byteorder)
+
+
+def _parted(drawn: Sequence[tuple[Entry, Sampled]]) -> tuple[list[Scheduled], list[list[Sample]], list[Sampled]]:
+    """The arguments of `_commit`."""
+    scheduled = [Scheduled(one.sample, one.tables) for one, _ in drawn]
+    return scheduled, [[one.sample] for one, _ in drawn], [token for _, token in drawn]
+
+
+def _same_pages(before: StepTables, after: StepTables) -> bool:
+    """Whether the step after a decoding step writes to the same pages."""
+    last = before.end // before.block_tokens
+    return all(pages[last] == after.tables[name][last] for name, pages in before.tables.items()) and all(
+        segments[0].dst == after.segments[name][0].src == after.segments[name][0].dst
+        for name, segments in before.segments.items()
+    )
 
 
 def _is_last(lease: Lease, end: int) -> bool:

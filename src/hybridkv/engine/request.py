@@ -139,6 +139,12 @@ class Sample:
         if self.request.first_token_s is None:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
+    def surely_goes_on(self, sampled: Sampled, max_model_len: int) -> bool:
+        """Whether `push` of this token does not end the sample. With stop texts nobody knows before."""
+        count, params = len(self.token_ids) + 1, self.request.params
+        is_last = count >= params.max_tokens or self.request.prompt_tokens + count >= max_model_len
+        return not is_last and sampled.error is None and sampled.token not in self.row.ends and not params.stops
+
     def push(self, sampled: Sampled, max_model_len: int) -> None:
         """Append one sampled token; finish the sample if it is the last one."""
         request, params, token = self.request, self.request.params, sampled.token

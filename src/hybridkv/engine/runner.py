@@ -6,7 +6,7 @@ The runner knows only the tables and tokens of requests, and makes no scheduling
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheLayout, StepTables
 from hybridkv.engine.compiling import CompiledLayers, compile_layers
+from hybridkv.engine.decoding.decoder import Decoded, Decoder
+from hybridkv.engine.decoding.step_buffer import Row, RowViews, StepBuffer
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
@@ -52,12 +54,17 @@ class Runner:
         self.memory = memory
         self.device = memory.device
         self.uploader = Uploader(memory.device)
+        self._layout = layout
         self._tables = TableMaker(model, memory, layout, self.uploader)
         decoder, layers = find_decoder(model)
         self.num_layers = len(layers)
         self.taps = Taps(decoder, layers, memory, self.uploader)
         self._cache = PagedCache()
         self._hooks: list[Any] = []
+        self._wanted: list[Callable[[], bool]] = []
+        """Of each observer: whether it must be called in the step that is about to run."""
+        self.decoder: Decoder | None = None
+        """Runs decoding steps, if they do not run as other steps."""
         self._frame: Frame | None = None
         self._compiled: CompiledLayers | None = None
         attach(model)
@@ -80,28 +87,58 @@ class Runner:
         tables = self._tables.make(spans, [one.tables for one in work])
         self.taps.begin(spans, [one.tables for one in work])
         frame = Frame(self.memory, step["positions"], step["shifts"], tables)
-        inputs: dict[str, Any] = {
-            "input_ids": step["tokens"][None],
-            self._cache_argument: self._cache,
-            "use_cache": False,
-            "logits_to_keep": step["last"],
-        }
-        if self._takes_positions:
-            inputs["position_ids"] = step["positions"][None]
-        return self._forward(frame, inputs)
-
-    def _forward(self, frame: Frame, inputs: dict[str, Any]) -> torch.Tensor:
         self._frame = frame
         try:
-            with running(frame):
-                logits: torch.Tensor = self.model(**inputs).logits[0]
+            return self._forward(frame, step["tokens"], step["last"])
         finally:
             self._frame = None
             self.taps.end()
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def decode(self, rows: Sequence[Row]) -> Decoded:
+        """Submit a step of one token a row. `can_decode` must be true."""
+        assert self.decoder is not None
+        return self.decoder.start(rows)
+
+    def can_decode(self, steps: Sequence[StepTables]) -> bool:
+        """Whether `decode` runs a step of one token a row, or one that follows it. Nothing may observe its layers."""
+        if self.decoder is None or any(wanted() for wanted in self._wanted):
+            return False
+        if any(self.taps.is_used(step) for step in steps):
+            return False
+        return self.decoder.takes(len(steps), max(step.end for step in steps) + 1)
+
+    def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
+        inputs: dict[str, Any] = {
+            "input_ids": tokens[None],
+            self._cache_argument: self._cache,
+            "use_cache": False,
+            "logits_to_keep": logits_to_keep,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = frame.positions[None]
+        with running(frame):
+            logits: torch.Tensor = self.model(**inputs).logits[0]
         return logits
 
-    def observe(self, observer: LayerObserver) -> None:
-        """Call `observer` for every decoder layer from now on. Without observers there are no hooks, and no cost."""
+    def use_decoder(self, *, max_rows: int, max_tokens: int) -> None:
+        """Run decoding steps of up to `max_rows` requests, of `max_tokens` tokens each, apart from other steps."""
+        buffer = StepBuffer(
+            self._layout, self._tables.state_keys, self.device, max_rows=max_rows, max_tokens=max_tokens
+        )
+        self.decoder = Decoder(self._decode, buffer, max_rows=max_rows)
+
+    def _decode(self, views: RowViews) -> torch.Tensor:
+        """Hooks see no frame: what they do could not be captured."""
+        return self._forward(Frame(self.memory, views.positions, views.shifts, views.tables), views.tokens, 0)
+
+    def observe(self, observer: LayerObserver, wants_step: Callable[[], bool] = lambda: True) -> None:
+        """Call `observer` for every decoder layer from now on. Without observers there are no hooks, and no cost.
+
+        `wants_step`: whether the step that is about to run needs it. Otherwise it may run without calls: a captured
+        step has none.
+        """
+        self._wanted.append(wants_step)
         for index, layer in enumerate(decoder_layers(self.model)):
             self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
             self._hooks.append(layer.register_forward_hook(self._after(observer, index)))

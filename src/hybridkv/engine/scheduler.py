@@ -68,6 +68,11 @@ class Scheduler:
     def num_samples(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def only_runs(self, count: int) -> bool:
+        """Whether `count` running samples are all that can be scheduled now: no other runs, none can start."""
+        may_start = self.waiting and len(self.running) < self.max_num_seqs and not self._is_full
+        return len(self.running) == count and not may_start
+
     def add(self, sample: Sample) -> None:
         """Add to the queue in order of arrival, or to the running samples if it already has a lease (a fork)."""
         insort(self.waiting if sample.lease is None else self.running, sample, key=lambda one: one.rank)

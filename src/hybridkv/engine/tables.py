@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheGroup, CacheLayout, StepTables
 from hybridkv.kernels.chunks import chunk_tokens
+from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.mamba import MAMBA1_CHUNK_TOKENS
 from hybridkv.kernels.segments import SegmentTable, StateNeed, make_segment_table
 from hybridkv.kernels.spans import Span
@@ -30,11 +31,11 @@ class StateKey(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All tables of one step, on the device."""
+    """All tables of one step, on the device: of a packed step, or of a decoding step."""
 
-    tokens: Mapping[str, TokenTable]
+    tokens: Mapping[str, TokenTable] | Mapping[str, DecodeTokens]
     """Token tables by token group."""
-    segments: Mapping[StateKey, SegmentTable]
+    segments: Mapping[StateKey, SegmentTable] | Mapping[StateKey, DecodeStates]
 
 
 class TableMaker:
@@ -49,6 +50,10 @@ class TableMaker:
             self._attention[layer.group].add(attention_need(layer, model))
         for layer in memory.states.values():
             self._states.setdefault(StateKey(layer.group, layer.page), set()).add(state_need(layer, memory.device))
+
+    @property
+    def state_keys(self) -> Sequence[StateKey]:
+        return list(self._states)
 
     def make(self, spans: Sequence[Span], steps: Sequence[StepTables]) -> Tables:
         """steps[i]: the cache's tables of span i"""

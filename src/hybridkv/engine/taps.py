@@ -102,6 +102,10 @@ class Taps:
     def end(self) -> None:
         self._step = {}
 
+    def is_used(self, step: StepTables) -> bool:
+        """Whether a request taps layers."""
+        return any(name in self._layer_of for name in step.tables)
+
     def close(self) -> None:
         for hook in self._hooks.values():
             hook.remove()

@@ -1,39 +1,62 @@
-"""Which implementation of a kernel runs where: by its kind and the kind of device. Faster ones are added here."""
+"""Which implementation of a kernel runs in a step: the torch form in packed steps, the Triton form in decoding steps.
+
+Both take the same arguments; only the table differs. Triton is imported when the first decoding step runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
-
-import torch
 
 from hybridkv.errors import InputError
 from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.conv import conv
+from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.delta import gated_delta, kimi_delta
 from hybridkv.kernels.lightning import lightning
 from hybridkv.kernels.mamba import mamba1, mamba2
+from hybridkv.kernels.segments import SegmentTable
+from hybridkv.kernels.tokens import TokenTable, write_both
 
 Kernel = Callable[..., Any]
 
-ANY_DEVICE = "any"
-KERNELS: dict[str, dict[str, Kernel]] = {
-    "attend": {ANY_DEVICE: attend},
-    "attend_visible": {ANY_DEVICE: attend_visible},
-    "conv": {ANY_DEVICE: conv},
-    "gated_delta": {ANY_DEVICE: gated_delta},
-    "kimi_delta": {ANY_DEVICE: kimi_delta},
-    "mamba2": {ANY_DEVICE: mamba2},
-    "mamba1": {ANY_DEVICE: mamba1},
-    "lightning": {ANY_DEVICE: lightning},
+KERNELS: dict[str, Kernel] = {
+    "write_tokens": write_both,
+    "attend": attend,
+    "attend_visible": attend_visible,
+    "conv": conv,
+    "gated_delta": gated_delta,
+    "kimi_delta": kimi_delta,
+    "mamba2": mamba2,
+    "mamba1": mamba1,
+    "lightning": lightning,
 }
-"""By kind, then by type of device: "cuda", "cpu", or any other. A kind's signature is that of its torch form."""
+"""Of packed steps, by kind. A kind's signature is that of its torch form."""
 
 
-def kernel(kind: str, device: torch.device) -> Kernel:
-    """The implementation for a device."""
+@cache
+def decode_kernels() -> dict[str, Kernel]:
+    """Of decoding steps. `attend_latents` has no torch form: models expand latents in packed steps."""
+    from hybridkv.kernels.decode import attention, conv, delta, latent, lightning, mamba
+
+    return {
+        "write_tokens": attention.write_tokens,
+        "attend": attention.attend,
+        "attend_latents": latent.attend_latents,
+        "conv": conv.conv,
+        "gated_delta": delta.gated_delta,
+        "kimi_delta": delta.kimi_delta,
+        "mamba2": mamba.mamba2,
+        "mamba1": mamba.mamba1,
+        "lightning": lightning.lightning,
+    }
+
+
+def kernel(kind: str, table: TokenTable | SegmentTable | DecodeTokens | DecodeStates) -> Kernel:
+    """The implementation for a step with such a table."""
+    kernels = decode_kernels() if isinstance(table, (DecodeTokens, DecodeStates)) else KERNELS
     try:
-        choices = KERNELS[kind]
+        return kernels[kind]
     except KeyError:
-        raise InputError(f"no kernel {kind!r}: there are {', '.join(KERNELS)}") from None
-    return choices.get(device.type) or choices[ANY_DEVICE]
+        raise InputError(f"no kernel {kind!r}: there are {', '.join(kernels)}") from None

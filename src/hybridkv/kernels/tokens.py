@@ -162,6 +162,14 @@ def write_tokens(view: torch.Tensor, table: TokenTable, values: torch.Tensor) ->
         view[table.pages.clamp(min=0), table.offsets.clamp(min=0)] = values
 
 
+def write_both(
+    first: torch.Tensor, second: torch.Tensor, table: TokenTable, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """`write_tokens` of a layer's two parts."""
+    write_tokens(first, table, key)
+    write_tokens(second, table, value)
+
+
 def gather_tokens(view: torch.Tensor, table: TokenTable) -> torch.Tensor:
     """All visible tokens, span after span, positions ascending. view: [P, T, H, D] -> [K, H, D]."""
     page_stride, token_stride = view.stride()[:2]

@@ -44,6 +44,11 @@ class StepTransfers:
         self._unjudged: dict[Hashable, list[Outgoing]] = {}
         self._judged: list[tuple[Outgoing, bool]] = []
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any layer loads or dumps."""
+        return bool(self.loads or self._unjudged)
+
     def add(self, owner: Hashable, outgoing: Outgoing) -> None:
         """Add an object whose last tokens this step computes."""
         self._unjudged.setdefault(owner, []).append(outgoing)

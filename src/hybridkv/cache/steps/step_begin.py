@@ -51,6 +51,16 @@ class StepBegin:
         tables = {name: table[:] for name, table in pages.named_tables.items()}  # copies: the lease's tables change
         return StepTables(start, end, self.block_tokens, tables, segments)
 
+    def is_steady(self, lease: Lease) -> bool:
+        """Whether `send_off` of one token after the step in flight would take no page and keep no state."""
+        step, pages, ahead = lease.step, lease.pages, lease.plan.ahead
+        if step is None or step.kept or step.poisoned is not None or lease.aborted:
+            return False
+        end = step.end + 1
+        if (ahead and ahead[0] <= end) or (pages.named_tables and -(-end // self.block_tokens) > pages.num_blocks):
+            return False
+        return step.old_states.count(None) == len(step.old_states) and not (pages.states and True in self._fresh_states(lease, False))
+
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """Begin a step that loads the tokens [start, first) and computes [first, end).
 

@@ -33,6 +33,10 @@ class Linking:
         if self.receipts is not None:
             self.receipts.settle()
 
+    def wants_step(self) -> bool:
+        """Whether the step pushes to other engines."""
+        return self.prefills is not None and self.prefills.is_pushing
+
     def before_layer(self, layer: int, frame: Frame) -> None:
         """Nothing waits here."""
 

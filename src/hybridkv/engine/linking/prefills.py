@@ -129,6 +129,10 @@ class Prefills:
             prefill.is_lost = True
         prefill.sent_to = end
 
+    @property
+    def is_pushing(self) -> bool:
+        return bool(self._step)
+
     def after_layer(self, layer: int) -> None:
         for parcels in self._step:
             parcels.after_layer(layer)

@@ -23,6 +23,21 @@ _LANES = 1024
 """Counters of the random generator in one part of a row. The numbers of a seed depend on it: do not change it."""
 
 
+class Draw(NamedTuple):
+    """How one row's token is chosen."""
+
+    temperature: float
+    """0: the likeliest token."""
+    top_k: int
+    """0: all."""
+    top_p: float
+    seed: int
+    """64 bits."""
+
+
+GREEDY = Draw(0.0, 0, 1.0, 0)
+
+
 class PlainParams(NamedTuple):
     """The parameters of plain rows, on the device."""
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine.sampling import device_draw
+from hybridkv.engine.sampling.device_draw import GREEDY, Draw
 from hybridkv.engine.sampling.filters import keep_likely, mask_below
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampling_state import SamplingState
@@ -82,6 +83,24 @@ class Sampler:
             winners = self._draw(scores[picked], [rows[index] for index in drawn])
             tokens[picked] = torch.where(tokens[picked] < 0, -1, winners)
         return _results(tokens, logits, _logprobs(logits, tokens, rows))
+
+    def draw(self, row: SamplingState, ahead: int = 0) -> Draw:
+        """How a decoding step draws a row's token, or the token `ahead` steps later."""
+        params = row.params
+        if params.greedy:
+            return GREEDY
+        seed = row.draw_seed(ahead)
+        bits = int(self._seeds.integers(0, 2**64, dtype=np.uint64)) if seed is None else seed
+        return Draw(params.temperature, max(params.top_k, 0), params.top_p, bits)
+
+    def collect(self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> list[Sampled]:
+        """The results of a decoding step that drew `tokens` itself. It waits for the device.
+
+        Rows that are not plain are sampled now. So are the others then, with the same result.
+        """
+        if all(row.is_plain for row in rows):
+            return _results(tokens, logits, {})
+        return self.sample(logits, rows)
 
     def draw_seeds(self, rows: Sequence[SamplingState]) -> npt.NDArray[np.uint64]:
         """The seeds of draws on the device: those of seeded rows, and random bits for the rest."""

@@ -92,13 +92,13 @@ class SamplingState:
             return self.params.logit_bias
         return {**self.params.logit_bias, **dict.fromkeys(self.ends, -math.inf)}
 
-    def draw_seed(self) -> int | None:
-        """The 64-bit seed of the draw at this position; None if the request has no seed.
+    def draw_seed(self, ahead: int = 0) -> int | None:
+        """The 64-bit seed of the draw `ahead` tokens after this position; None if the request has no seed.
 
         It depends only on the request's seed, the sibling and the index of the token. The other requests of the batch
         and preemptions do not change the draw.
         """
         if self.params.seed is None:
             return None
-        key = b"%d %d %d" % (self.params.seed, self.sibling, len(self.output))
+        key = b"%d %d %d" % (self.params.seed, self.sibling, len(self.output) + ahead)
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")

@@ -10,6 +10,7 @@ import torch
 
 from hybridkv.engine.tables import StateKey, Tables
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.segments import SegmentTable
 from hybridkv.kernels.tokens import TokenTable
 from hybridkv.memory import LayerMemory, Memory
@@ -32,11 +33,11 @@ class Frame:
         self.state_layer = -1
         """The layer whose convolution and scan come next."""
 
-    def tokens(self, layer: LayerMemory) -> TokenTable:
+    def tokens(self, layer: LayerMemory) -> TokenTable | DecodeTokens:
         """The token table of a layer."""
         return self.tables.tokens[layer.group]
 
-    def segments(self, layer: LayerMemory) -> SegmentTable:
+    def segments(self, layer: LayerMemory) -> SegmentTable | DecodeStates:
         """The segment table of a layer's states. A state that spans several pages has one table for each."""
         return self.tables.segments[StateKey(layer.group, layer.page)]
 

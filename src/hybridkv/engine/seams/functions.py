@@ -33,17 +33,25 @@ def attention(
     # In some models later layers use the keys and values of earlier ones.
     source = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
     if source is None:
-        out = ops.attend(rows, key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux, scale, softcap)
+        own = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        out = ops.attend(rows, *own, s_aux, scale, softcap, _expansion(module))
     else:
         out = ops.attend_written(int(source), rows, s_aux, scale, softcap)
     return out[None], None
+
+
+def _expansion(module: nn.Module) -> Tensor | None:
+    """The weights that expand a layer's latents to keys and values, if it has any."""
+    expand = getattr(module, "kv_b_proj", None)
+    return None if expand is None else expand.weight
 
 
 def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """A cache's `update`: this step's keys and values, [1, heads, N, dim] -> the keys and values that the model uses.
 
     Plain keys and values are passed through: attention writes and reads their pages itself. Latents are expanded by the
-    model before attention, so the latents of all visible tokens are returned, request after request.
+    model before attention, so the latents of all visible tokens are returned, request after request. In a decoding step
+    attention reads latents as they are, and only this step's are returned.
     """
     if not ops.keeps_latents():
         return key, value

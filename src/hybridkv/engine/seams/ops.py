@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine.seams.frame import current
+from hybridkv.errors import HybridKVError
+from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.registry import kernel
 from hybridkv.kernels.segments import SegmentTable
-from hybridkv.kernels.tokens import TokenTable, gather_tokens, write_tokens
+from hybridkv.kernels.tokens import TokenTable, gather_tokens
 from hybridkv.memory import LayerMemory
 from hybridkv.spec import LatentAttention
 
@@ -62,22 +64,30 @@ def keeps_latents() -> bool:
 
 
 @operation(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, float? softcap) -> Tensor",
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, float? softcap, Tensor? expand) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
 )
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, expand: Tensor | None
+) -> Tensor:
     """q: [N, Hq, D], k, v: this step's, [N, H, D], which are written first -> [N, Hq, Dv]
 
-    Latents are already written: k, v are then the expanded ones of all visible tokens, [K, H, D].
+    Latents are already written: k, v are then the expanded ones of all visible tokens, [K, H, D]. A decoding step does
+    not need those: it attends to latents, with `expand` (the weights that expand them) folded into queries and results.
     """
     frame = current()
     layer = frame.memory.attention(frame.attention_layer)
-    if isinstance(layer.spec, LatentAttention):
-        run = kernel("attend_visible", q.device)
-        out: Tensor = run(q, k, v, frame.tokens(layer), scale=scale, sinks=sinks, softcap=softcap)
-        return out
-    _write(layer, frame.tokens(layer), k, v)
-    return attend_written(frame.attention_layer, q, sinks, scale, softcap)
+    table, options = frame.tokens(layer), {"scale": scale, "sinks": sinks, "softcap": softcap}
+    if not isinstance(layer.spec, LatentAttention):
+        _write(layer, table, k, v)
+        return attend_written(frame.attention_layer, q, sinks, scale, softcap)
+    if isinstance(table, DecodeTokens):
+        if expand is None:
+            raise HybridKVError(f"layer {frame.attention_layer} does not say how it expands latents")
+        out: Tensor = kernel("attend_latents", table)(q, *layer.parts.values(), table, expand, **options)
+    else:
+        out = kernel("attend_visible", table)(q, k, v, table, **options)
+    return out
 
 
 def attend_written(source: int, q: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -85,8 +95,8 @@ def attend_written(source: int, q: Tensor, sinks: Tensor | None, scale: float, s
     frame = current()
     layer = frame.memory.attention(source)
     keys, values = layer.parts.values()
-    run = kernel("attend", q.device)
-    out: Tensor = run(q, keys, values, frame.tokens(layer), scale=scale, sinks=sinks, softcap=softcap)
+    table = frame.tokens(layer)
+    out: Tensor = kernel("attend", table)(q, keys, values, table, scale=scale, sinks=sinks, softcap=softcap)
     return out
 
 
@@ -97,33 +107,38 @@ def _latents_like(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation("keep_latents(Tensor key, Tensor value) -> (Tensor, Tensor)", _latents_like)
 def keep_latents(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This step's latents [N, 1, D] -> the latents of all visible tokens [K, 1, D], request after request."""
+    """This step's latents [N, 1, D] -> the latents of all visible tokens [K, 1, D], request after request.
+
+    In a decoding step attention reads the latents itself: this step's are returned.
+    """
     frame = current()
     layer = frame.memory.attention(frame.attention_layer)
     table = frame.tokens(layer)
     _write(layer, table, key, value)
+    if isinstance(table, DecodeTokens):
+        return key, value
     first, second = layer.parts.values()
     return gather_tokens(first, table).to(key.dtype), gather_tokens(second, table).to(value.dtype)
 
 
-def _write(layer: LayerMemory, table: TokenTable, key: Tensor, value: Tensor) -> None:
-    first, second = layer.parts.values()
-    write_tokens(first, table, key)
-    write_tokens(second, table, value)
+def _write(layer: LayerMemory, table: TokenTable | DecodeTokens, key: Tensor, value: Tensor) -> None:
+    kernel("write_tokens", table)(*layer.parts.values(), table, key, value)
 
 
 # --- convolutions and scans: shapes are those of the kernels ----------------------------------------------------------
 
 
-def _state(part: str) -> tuple[Tensor, SegmentTable]:
+def _scan(kind: str, part: str, *inputs: Any, **options: Any) -> Any:
+    """Run a kernel on a part of the layer's states."""
     frame = current()
     layer = frame.memory.state(frame.state_layer)
-    return layer.parts[part], frame.segments(layer)
+    table: SegmentTable | DecodeStates = frame.segments(layer)
+    return kernel(kind, table)(*inputs, layer.parts[part], table, **options)
 
 
 @operation("conv(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor", lambda x, *_: x.new_empty(x.shape))
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Any:
-    return kernel("conv", x.device)(x, weight, bias, activation, *_state("conv"))
+    return _scan("conv", "conv", x, weight, bias, activation)
 
 
 @operation(
@@ -131,7 +146,7 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None)
     lambda q, k, v, *_: q.new_empty(v.shape),
 )
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Any:
-    return kernel("gated_delta", q.device)(q, k, v, g, beta, *_state("recurrent"), l2norm=l2norm)
+    return _scan("gated_delta", "recurrent", q, k, v, g, beta, l2norm=l2norm)
 
 
 @operation(
@@ -139,7 +154,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm
     lambda q, k, v, *_: q.new_empty(v.shape),
 )
 def kimi_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Any:
-    return kernel("kimi_delta", q.device)(q, k, v, g, beta, *_state("recurrent"), l2norm=l2norm)
+    return _scan("kimi_delta", "recurrent", q, k, v, g, beta, l2norm=l2norm)
 
 
 @operation(
@@ -159,8 +174,8 @@ def mamba2(
     low: float,
     high: float,
 ) -> Any:
-    run, options = kernel("mamba2", x.device), {"d": d, "dt_bias": dt_bias}
-    return run(x, dt, a, b, c, *_state("recurrent"), **options, dt_softplus=softplus, dt_limit=(low, high))
+    options = {"d": d, "dt_bias": dt_bias, "dt_softplus": softplus, "dt_limit": (low, high)}
+    return _scan("mamba2", "recurrent", x, dt, a, b, c, **options)
 
 
 @operation(
@@ -179,10 +194,9 @@ def mamba1(
     dt_bias: Tensor | None,
     softplus: bool,
 ) -> Any:
-    run = kernel("mamba1", x.device)
-    return run(x, dt, a, b, c, *_state("recurrent"), d=d, z=z, dt_bias=dt_bias, dt_softplus=softplus)
+    return _scan("mamba1", "recurrent", x, dt, a, b, c, d=d, z=z, dt_bias=dt_bias, dt_softplus=softplus)
 
 
 @operation("lightning(Tensor q, Tensor k, Tensor v, Tensor slope) -> Tensor", lambda q, *_: q.new_empty(q.shape))
 def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Any:
-    return kernel("lightning", q.device)(q, k, v, slope, *_state("recurrent"))
+    return _scan("lightning", "recurrent", q, k, v, slope)

@@ -228,6 +228,10 @@ class Streaming:
     def _keys_at(self, points: Sequence[DumpPoint], sample: Sample, lease: Lease) -> dict[int, bytes]:
         return sample.keys(self.streamer).at([point.end for point in points], lease.tokens)
 
+    def wants_step(self) -> bool:
+        """Whether the step loads or dumps."""
+        return self._step is not None and self._step.has_transfers
+
     def before_layer(self, layer: int, frame: Frame) -> None:
         if self._step is not None:
             self._step.before_layer(layer)

@@ -20,9 +20,9 @@ class DecodeTokens:
     positions: Tensor
     """[B], int32: the position of each row's token, so that it may see `positions + 1` tokens; -1 for padding."""
     pages: Tensor
-    """int32, flat: row `b` has its page of block `i` at `b * width + i`. Blocks that no token sees may be anything."""
-    width: Tensor
-    """[1], int32: how many blocks each row has in `pages`. It changes from step to step."""
+    """int32, flat: row `b` has its page of block `i` at `origin + b * width + i`. Unseen blocks may be anything."""
+    shape: Tensor
+    """[2], int32: `width`, how many blocks each row has in `pages`, and `origin`. They change from step to step."""
     block_tokens: int
     sight: Sight
 

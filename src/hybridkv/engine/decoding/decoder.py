@@ -1,0 +1,140 @@
+"""Runs decoding steps: one token a row, each step one CUDA graph, captured for a few numbers of rows at the start.
+
+What is captured is the stock model on the buffers of `StepBuffer`. A step of 33 rows runs the graph of 48, with 15
+rows of padding. Where there is no GPU the same step runs without a graph: that is how tests compare it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridkv.engine.decoding.step_buffer import Row, RowViews, StepBuffer
+from hybridkv.engine.sampling.device_draw import PlainParams, draw_plain
+
+LOG = logging.getLogger("hybridkv.engine")
+
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows that a graph is captured for. Larger steps run as any other step."""
+
+_WARM_UPS = 2
+"""Runs before a capture: the first compiles kernels, the second finds them."""
+
+Forward = Callable[[RowViews], Tensor]
+"""Runs the model on the rows in the buffer: logits `[B, vocab]`."""
+
+
+class Decoded(NamedTuple):
+    """What a step computes, on the device; it may still be running."""
+
+    logits: Tensor
+    """[rows, vocab]. Valid until the next step."""
+    tokens: Tensor
+    """[rows], int64: drawn as each row's `draw` says; -1 if the logits are unusable."""
+
+
+class _Kind(NamedTuple):
+    """Which parts of sampling a step needs."""
+
+    drawn: bool
+    filtered: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Kind:
+        drawn = [row.draw for row in rows if row.draw.temperature > 0]
+        return cls(bool(drawn), any(draw.top_k > 0 or draw.top_p < 1 for draw in drawn))
+
+
+_KINDS = (_Kind(False, False), _Kind(True, False), _Kind(True, True))
+
+
+class Decoder:
+    """Decoding steps of one model on one arena."""
+
+    def __init__(self, forward: Forward, buffer: StepBuffer, *, max_rows: int) -> None:
+        self._forward = forward
+        self._buffer = buffer
+        self.sizes = [size for size in SIZES if size < max_rows] + [min(max_rows, SIZES[-1])]
+        self._models: dict[int, torch.cuda.CUDAGraph] = {}
+        self._draws: dict[tuple[int, _Kind], torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
+        self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=buffer.device)
+        self.graph_bytes = 0
+        """Memory that the graphs hold, besides weights and arena."""
+
+    def takes(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a step can run here. `num_tokens`: of the longest row."""
+        return 0 < num_rows <= self.sizes[-1] and self._buffer.fits(num_tokens, self._size(num_rows))
+
+    def start(self, rows: Sequence[Row]) -> Decoded:
+        """Submit a step to the device."""
+        size, kind = self._size(len(rows)), _Kind.of(rows)
+        self._buffer.fill(rows, size)
+        if self._models:
+            self._models[size].replay()
+            self._draws[size, kind].replay()
+        else:
+            self._run(size)
+            self._draw(size, kind)
+        assert self._logits is not None
+        return Decoded(self._logits[: len(rows)], self._tokens[: len(rows)])
+
+    def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture the graphs, largest first: the smaller ones then use the same memory."""
+        begin, before = time.perf_counter(), torch.cuda.memory_reserved()
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            for done, size in enumerate(reversed(self.sizes)):
+                progress(done, len(self.sizes))
+                self._buffer.pad(size)
+                self._models[size] = _captured(lambda size=size: self._run(size), pool)  # type: ignore[misc]
+                for kind in _KINDS:
+                    self._draws[size, kind] = _captured(lambda size=size, kind=kind: self._draw(size, kind), pool)  # type: ignore[misc]
+        except BaseException:
+            self._models, self._draws = {}, {}
+            raise
+        progress(len(self.sizes), len(self.sizes))
+        torch.cuda.synchronize()
+        self.graph_bytes = torch.cuda.memory_reserved() - before
+        LOG.info(
+            "captured decoding steps of up to %d requests as %d CUDA graphs in %.1f s: %d MiB of GPU memory",
+            self.sizes[-1],
+            len(self.sizes),
+            time.perf_counter() - begin,
+            self.graph_bytes >> 20,
+        )
+
+    def _size(self, num_rows: int) -> int:
+        return next(size for size in self.sizes if size >= num_rows)
+
+    def _run(self, size: int) -> None:
+        logits = self._forward(self._buffer.views(size))
+        if self._logits is None:  # the first run is the largest, or there are no graphs
+            with torch.inference_mode(False):
+                self._logits = torch.zeros((self.sizes[-1], logits.shape[-1]), dtype=logits.dtype, device=logits.device)
+        self._logits[:size].copy_(logits)
+
+    def _draw(self, size: int, kind: _Kind) -> None:
+        assert self._logits is not None
+        params = PlainParams(**self._buffer.views(size).draws)
+        tokens = draw_plain(self._logits[:size], params, filtered=kind.filtered, drawn=kind.drawn)
+        self._tokens[:size].copy_(tokens)
+
+
+def _captured(run: Callable[[], None], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
