@@ -19,7 +19,7 @@ MORE := 0.7
 .PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
-	bench bench-core bench-engine bench-form bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
+	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -142,6 +142,9 @@ bench-core: setup-vllm setup-compiled ## The cache core against vLLM's KVCacheMa
 
 bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM, on CPU: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/engine_cpu.py $(ARGS)
+
+bench-gpu: setup ## A decoding step on a GPU against the floor of its products and bytes: ARGS=--quick for tiny models
+	$(BIN)/python benchmarks/gpu_decode.py $(ARGS)
 
 bench-hidden: setup ## Hidden states: their cost against plain requests and stock transformers: ARGS="--model DIR"
 	$(BIN)/python benchmarks/hidden_states.py $(ARGS)

@@ -73,6 +73,7 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("prove-vllm", "HYBRIDKV_VLLM_ROUNDS=40 .venv-vllm/bin/pytest tests_vllm/test_connector_faults.py -k random"),
     ("test-vllm", ".venv-vllm/bin/pytest tests_vllm"),
     ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
+    ("bench-gpu", ".venv/bin/python benchmarks/gpu_decode.py"),
     ("bench-hidden", ".venv/bin/python benchmarks/hidden_states.py"),
     ("bench-link", ".venv/bin/python benchmarks/link.py"),
     ("bench-serve", ".venv/bin/python benchmarks/serve_load.py"),

@@ -179,8 +179,14 @@ def test_a_row_does_not_care_which_others_there_are(vocab: int, dtype: torch.dty
     assert together == alone
     assert shuffled == [together[i] for i in order]
     assert together[1] == int(logits[1].argmax())
-    wide = torch.nn.functional.pad(logits, (0, 3))[:, :vocab]
-    assert draw(wide[3:], MIXED[3:], seeds[3:]) == together[3:]
+
+
+@pytest.mark.usefixtures("few_lanes")
+def test_rows_may_lie_apart() -> None:
+    logits, params = make_logits(8, vocab=150), [SamplingParams(temperature=0.7)] * 7 + [SamplingParams(top_k=5)]
+    wide = torch.nn.functional.pad(logits, (0, 50), value=9.0)[:, :150].to(DEVICE)
+    assert draw(wide, params) == draw(logits, params)
+    assert draw(wide.t().contiguous().t(), params) == draw(logits, params)
 
 
 def test_all_bits_of_a_seed_count() -> None:

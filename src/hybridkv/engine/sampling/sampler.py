@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from hybridkv.engine.sampling import device_draw
 from hybridkv.engine.sampling.device_draw import GREEDY, Draw
@@ -57,7 +58,7 @@ class Sampler:
         self._shared = torch.Generator(self.device)
         self._seeded = torch.Generator(self.device)
         self._seeds = np.random.default_rng(None if seed is None else seed % 2**64)
-        self._draws_on_device = self.device.type == "cuda" and torch.utils._triton.has_triton()
+        self._draws_on_device = self.device.type == "cuda" and has_triton()
         if seed is None:
             self._shared.seed()
         else:
