@@ -52,22 +52,15 @@ class CaseError(Exception):
     """A case that could not be measured."""
 
 
-def enable_graphs(core: EngineCore, wanted: bool) -> bool:
-    """Let the core run decoding steps as CUDA graphs; returns whether it does.
-
-    TO FILL IN: call `core.runner.use_graphs(...)` here.
-    """
-    return False
-
-
 def measure_model(name: str, args: argparse.Namespace, speeds: Bandwidths) -> dict[str, Any]:
     device = torch.device(args.device)
     loaded = make_model((TINY_SHAPES if args.quick else SHAPES)[name](), device)
-    core = make_core(loaded, arena_bytes(device), max(args.requests), args.compile)
+    graphs = not args.no_graphs and device.type == "cuda"
+    core = make_core(loaded, arena_bytes(device), max(args.requests), compile=args.compile, graphs=graphs)
     found = {
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "arena_bytes": core.runner.memory.plan.arena_bytes,
-        "graphs": enable_graphs(core, not args.no_graphs and device.type == "cuda"),
+        "graph_bytes": core.runner.decoder.graph_bytes if core.runner.decoder is not None else None,
         "cases": [],
     }
     for num_requests in args.requests:
@@ -141,7 +134,7 @@ def fill(core: EngineCore, vocab_size: int, num_requests: int, num_tokens: int, 
 
 
 def step(core: EngineCore, num_requests: int) -> None:
-    updates = core.step()
+    updates = core.step() or core.step()  # a captured step is told of by the next call
     check(updates)
     if len(updates) != num_requests:
         raise CaseError(f"a step had {len(updates)} of {num_requests} requests: the others lack memory")
@@ -158,20 +151,23 @@ def check(updates: Sequence[Update]) -> None:
 def gpu_times(core: EngineCore) -> Iterator[list[Callable[[], float]]]:
     """Milliseconds of the runner's work on the GPU in each step; none on a CPU. To be read after synchronizing."""
     found: list[Callable[[], float]] = []
-    run = core.runner.run
 
-    def timed(work: Sequence[Work]) -> torch.Tensor:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        logits = run(work)
-        end.record()
-        found.append(lambda: float(start.elapsed_time(end)))
-        return logits
+    def timed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed_run(work: Any) -> Any:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = run(work)
+            end.record()
+            found.append(lambda: float(start.elapsed_time(end)))
+            return result
+
+        return timed_run
 
     if core.runner.device.type != "cuda":
         yield found
         return
-    with patch.object(core.runner, "run", timed):
+    runner = core.runner
+    with patch.object(runner, "run", timed(runner.run)), patch.object(runner, "decode", timed(runner.decode)):
         yield found
 
 

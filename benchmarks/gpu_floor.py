@@ -148,7 +148,7 @@ def _attend(device: torch.device) -> tuple[Callable[[], object], int]:
     table = DecodeTokens(
         positions=torch.full((batch,), length - 1, dtype=torch.int32, device=device),
         pages=pages,
-        width=torch.tensor([width], dtype=torch.int32, device=device),
+        shape=torch.tensor([width, 0], dtype=torch.int32, device=device),
         block_tokens=block_tokens,
         sight=EVERYTHING,
     )

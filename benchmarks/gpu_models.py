@@ -102,7 +102,7 @@ def make_model(config: PretrainedConfig, device: torch.device) -> LoadedModel:
     return load(model, device=device)
 
 
-def make_core(loaded: LoadedModel, memory_bytes: int, max_requests: int, compile: bool) -> EngineCore:
+def make_core(loaded: LoadedModel, memory_bytes: int, max_requests: int, *, compile: bool, graphs: bool) -> EngineCore:
     """`max_requests`: most requests of a step."""
     kind = loaded.device.type
     settings = Settings(
@@ -117,5 +117,6 @@ def make_core(loaded: LoadedModel, memory_bytes: int, max_requests: int, compile
         stream="auto",
         load_timeout_s=60.0,
         compile=compile,
+        graphs=graphs,
     )
     return build_core(loaded, settings, None)

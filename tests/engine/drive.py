@@ -7,15 +7,18 @@ token does not depend on those after it. So steps are compared a few at a time, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from hybridkv.cache import Cache, CacheLayout, lookup_key
-from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.core import EngineCore
+from hybridkv.engine.decoding.decoder import Decoded
+from hybridkv.engine.decoding.launched import Entry, Launched
+from hybridkv.engine.decoding.step_buffer import Row
 from hybridkv.engine.loading.checkpoint import load
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.prompts import Prompt
@@ -44,10 +47,20 @@ class WatchedRunner(Runner):
         self.work = work
         return super().run(work)
 
-    def _forward(self, frame: Frame, inputs: dict[str, Any]) -> torch.Tensor:
-        keep = inputs["logits_to_keep"]
-        self.logits = super()._forward(frame, inputs | {"logits_to_keep": 0})
-        return self.logits[keep]
+    def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
+        self.logits = super()._forward(frame, tokens, 0)
+        return self.logits if isinstance(logits_to_keep, int) else self.logits[logits_to_keep]
+
+
+class WatchedCore(EngineCore):
+    """Tells which decoding steps it submits."""
+
+    watch: Callable[[Sequence[Row], Sequence[Entry], Decoded], None]
+
+    def _submit(self, rows: Sequence[Row], entries: Sequence[Entry]) -> Launched:
+        launched = super()._submit(rows, entries)
+        self.watch(rows, entries, launched.decoded)
+        return launched
 
 
 class Computed(NamedTuple):
@@ -87,6 +100,7 @@ class Driver:
         device: str = "cpu",
         tolerance: float = TOLERANCE,
         has_taps: bool = True,
+        decodes: bool = False,
         **options: Any,
     ) -> None:
         self.model = model
@@ -97,7 +111,9 @@ class Driver:
         self.memory = Memory(plan, self.layout, loaded.device)
         self.cache = Cache(self.layout, run_operations=self.memory.run)
         self.runner = WatchedRunner(loaded.model, self.memory, self.layout)
-        self.core = EngineCore(
+        if decodes:
+            self.runner.use_decoder(max_rows=max_num_seqs, max_tokens=loaded.max_model_len)
+        self.core = WatchedCore(
             self.cache,
             self.runner,
             vocab_size=loaded.vocab_size,
@@ -107,6 +123,7 @@ class Driver:
             seed=0,
         )
         self.core.scheduler.pace = FixedPace()
+        self.core.watch = self._note
         self.results: dict[str, Result] = {}
         self.updates: list[Update] = []
         self.worst = 0.0
@@ -127,6 +144,7 @@ class Driver:
 
     def step(self) -> list[Update]:
         """One step, checked."""
+        captured = self.core.captured_steps
         scheduled: list[Any] = []
         before = self.core.scheduler.schedule
 
@@ -140,7 +158,8 @@ class Driver:
             updates = self.core.step()
         finally:
             self.core.scheduler.schedule = before  # type: ignore[method-assign]
-        self._check(scheduled)
+        if self.core.captured_steps == captured:
+            self._check(scheduled)
         self.cache.check_integrity()
         self.updates += updates
         self.results |= {update.request_id: update.result for update in updates if update.result is not None}
@@ -166,6 +185,16 @@ class Driver:
             logits = self.runner.logits[row : row + tables.end - tables.start].float().cpu()
             row += tables.end - tables.start
             self._computed.append(Computed(packed[: tables.end * TOKEN_BYTES], tables.start, logits))
+        self._noted()
+
+    def _note(self, rows: Sequence[Row], entries: Sequence[Entry], decoded: Decoded) -> None:
+        """A decoding step was submitted. Its tokens may not be in the leases yet."""
+        for row, one, logits in zip(rows, entries, decoded.logits, strict=True):
+            known = bytes(one.lease.tokens[: row.tables.start * TOKEN_BYTES]) + pack_tokens([row.token])
+            self._computed.append(Computed(known, row.tables.start, logits[None].float().cpu().clone()))
+        self._noted()
+
+    def _noted(self) -> None:
         self._num_waiting += 1
         if self not in _unfinished:
             _unfinished.append(self)

@@ -224,9 +224,7 @@ def test_a_small_temperature_costs_no_precision() -> None:
 
 
 def on_device(seed: int = 0) -> Sampler:
-    sampler = Sampler(DEVICE, seed)
-    sampler._draws_on_device = True
-    return sampler
+    return Sampler(DEVICE, seed, draws_on_device=True)
 
 
 def test_the_sampler_draws_what_a_captured_step_would() -> None:

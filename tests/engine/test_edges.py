@@ -105,10 +105,10 @@ def test_a_prompt_that_always_fails_at_the_same_place_is_given_up(monkeypatch: p
     driver = Driver(build("qwen3_next"), max_num_batched_tokens=16)
     forward = driver.runner._forward
 
-    def fails(frame: Any, inputs: dict[str, Any]) -> Any:
+    def fails(frame: Any, *inputs: Any) -> Any:
         if int(frame.positions.max()) > 40:
             raise RuntimeError("too far")
-        return forward(frame, inputs)
+        return forward(frame, *inputs)
 
     monkeypatch.setattr(driver.runner, "_forward", fails)
     driver.add("a", prompt(60, 1))
@@ -122,12 +122,12 @@ def test_failures_far_apart_are_no_reason_to_give_up(monkeypatch: pytest.MonkeyP
     forward = driver.runner._forward
     fails_at = {20, 50, 66}
 
-    def fails(frame: Any, inputs: dict[str, Any]) -> Any:
+    def fails(frame: Any, *inputs: Any) -> Any:
         for place in sorted(fails_at):
             if int(frame.positions.max()) >= place:
                 fails_at.remove(place)
                 raise RuntimeError("a hiccup")
-        return forward(frame, inputs)
+        return forward(frame, *inputs)
 
     monkeypatch.setattr(driver.runner, "_forward", fails)
     driver.add("a", prompt(60, 1))

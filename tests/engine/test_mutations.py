@@ -105,12 +105,12 @@ def test_a_checkpoint_inside_a_prefill_taken_too_late(family: str, monkeypatch: 
 def test_convolution_inputs_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridkv.kernels import registry
 
-    stock = registry.KERNELS["conv"]["any"]
+    stock = registry.KERNELS["conv"]
 
     def forgetful(x: Any, weight: Any, bias: Any, activation: Any, states: Any, table: Any) -> Any:
         return stock(x, weight, bias, activation, torch.zeros_like(states), table)
 
-    monkeypatch.setitem(registry.KERNELS["conv"], "any", forgetful)
+    monkeypatch.setitem(registry.KERNELS, "conv", forgetful)
     with noticed():
         live(family)
 
@@ -153,9 +153,9 @@ def test_tokens_written_one_slot_off(family: str, monkeypatch: pytest.MonkeyPatc
 def test_positions_that_count_the_packed_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = runner_module.Runner._forward
 
-    def wrong(self: Any, frame: Any, inputs: dict[str, Any]) -> Any:
-        ids = inputs["position_ids"]
-        return forward(self, frame, inputs | {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]})
+    def wrong(self: Any, frame: Any, *inputs: Any) -> Any:
+        frame.positions = torch.arange(len(frame.positions), device=frame.positions.device)
+        return forward(self, frame, *inputs)
 
     monkeypatch.setattr(runner_module.Runner, "_forward", wrong)
     with noticed():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridkv.cache import Cache, CacheLayout, named_policy
+from hybridkv.cache import Cache, CacheLayout, longest_fit, named_policy
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.linking.device_arena import DeviceArena
 from hybridkv.engine.linking.linking import Linking
@@ -47,6 +47,8 @@ class Settings:
     load_timeout_s: float
     compile: bool | str
     link: LinkOptions | None = None
+    graphs: bool = False
+    """Run decoding steps as CUDA graphs."""
 
 
 def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
@@ -63,6 +65,10 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     cache = Cache(layout, policy=policy, run_operations=memory.run)
     runner = Runner(loaded.model, memory, layout)
     runner.compile(settings.compile)
+    max_model_len = min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len)
+    if settings.graphs and device.type == "cuda":
+        runner.use_decoder(max_rows=settings.max_num_seqs, max_tokens=longest_fit(layout, max_model_len))
+        runner.capture()
     streaming = None
     if store is not None:
         allow_many_files()
@@ -79,7 +85,7 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         cache,
         runner,
         vocab_size=loaded.vocab_size,
-        max_model_len=min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len),
+        max_model_len=max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         eos_ids=loaded.eos_ids,

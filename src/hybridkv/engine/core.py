@@ -86,7 +86,7 @@ class EngineCore:
         """Decoding steps that ran as one graph."""
         self._launched: Launched | None = None
         """The decoding step on the device, if there is one."""
-        self._sampler = Sampler(runner.device, seed)
+        self._sampler = Sampler(runner.device, seed, draws_on_device=runner.decoder is not None)
         self._requests: dict[str, Request] = {}
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer

@@ -142,7 +142,8 @@ class Sample:
     def surely_goes_on(self, sampled: Sampled, max_model_len: int) -> bool:
         """Whether `push` of this token does not end the sample. With stop texts nobody knows before."""
         count, params = len(self.token_ids) + 1, self.request.params
-        is_last = count >= params.max_tokens or self.request.prompt_tokens + count >= max_model_len
+        most = max_model_len - self.request.prompt_tokens
+        is_last = count >= (most if params.max_tokens is None else min(most, params.max_tokens))
         return not is_last and sampled.error is None and sampled.token not in self.row.ends and not params.stops
 
     def push(self, sampled: Sampled, max_model_len: int) -> None:

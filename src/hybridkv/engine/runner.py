@@ -6,6 +6,7 @@ The runner knows only the tables and tokens of requests, and makes no scheduling
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,8 @@ from hybridkv.engine.taps import Taps
 from hybridkv.errors import ConfigError
 from hybridkv.kernels.spans import Span
 from hybridkv.memory import Memory, Uploader
+
+LOG = logging.getLogger("hybridkv.engine")
 
 
 class Work(NamedTuple):
@@ -127,6 +130,17 @@ class Runner:
             self._layout, self._tables.state_keys, self.device, max_rows=max_rows, max_tokens=max_tokens
         )
         self.decoder = Decoder(self._decode, buffer, max_rows=max_rows)
+
+    def capture(self) -> None:
+        """Capture decoding steps as CUDA graphs. A model that cannot be captured decodes as in any other step."""
+        assert self.decoder is not None
+        try:
+            with torch.inference_mode():
+                self.decoder.capture()
+        except Exception as error:  # whatever stock code does that no graph can hold, such as reading a result
+            name, reason = type(self.model).__name__, str(error).strip().partition("\n")[0]
+            LOG.warning("%s decodes without CUDA graphs: %s: %s", name, type(error).__name__, reason)
+            self.decoder = None
 
     def _decode(self, views: RowViews) -> torch.Tensor:
         """Hooks see no frame: what they do could not be captured."""

@@ -59,7 +59,9 @@ class StepBegin:
         end = step.end + 1
         if (ahead and ahead[0] <= end) or (pages.named_tables and -(-end // self.block_tokens) > pages.num_blocks):
             return False
-        return step.old_states.count(None) == len(step.old_states) and not (pages.states and True in self._fresh_states(lease, False))
+        if step.old_states.count(None) < len(step.old_states):
+            return False
+        return not pages.states or True not in self._fresh_states(lease, may_cut=False)
 
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """Begin a step that loads the tokens [start, first) and computes [first, end).

@@ -39,7 +39,7 @@ class _Field(NamedTuple):
     start: int
     """In bytes."""
     dtype: torch.dtype
-    count: int
+    length: int
 
 
 _LONG = ("tokens", "positions", "shifts", "seed")
@@ -185,7 +185,7 @@ class StepBuffer:
 
     def _bounds(self, field: _Field) -> tuple[int, int]:
         rest = (self.nbytes - field.start) // field.dtype.itemsize
-        return field.start, field.start + (field.count or rest) * field.dtype.itemsize
+        return field.start, field.start + (field.length or rest) * field.dtype.itemsize
 
     def _make_views(self, size: int) -> RowViews:
         with torch.inference_mode(False):

@@ -7,7 +7,7 @@
 A draw is an exponential race: every token gets an exponential random number, and the largest p / Exp(1) wins. Scores
 are only compared and probabilities are never summed, so a row's draw does not depend on other rows. The generator of a
 seeded row is seeded for every token (see `SamplingState.draw_seed`). The same seed gives the same numbers on the same
-kind of device only. Rows without a seed share one generator. On a GPU, `device_draw` draws.
+kind of device only. Rows without a seed share one generator. `device_draw` draws where decoding steps do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
 from hybridkv.engine.sampling import device_draw
 from hybridkv.engine.sampling.device_draw import GREEDY, Draw
@@ -53,12 +52,15 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples on one device. Keeps no state of rows between calls."""
 
-    def __init__(self, device: torch.device | str = "cpu", seed: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", seed: int | None = None, *, draws_on_device: bool = False
+    ) -> None:
+        """`draws_on_device`: draw as decoding steps do that draw themselves, so that all draws of a seed agree."""
         self.device = torch.device(device)
         self._shared = torch.Generator(self.device)
         self._seeded = torch.Generator(self.device)
         self._seeds = np.random.default_rng(None if seed is None else seed % 2**64)
-        self._draws_on_device = self.device.type == "cuda" and has_triton()
+        self._draws_on_device = draws_on_device
         if seed is None:
             self._shared.seed()
         else:

@@ -10,8 +10,8 @@ import torch
 from hybridkv.sight import Sight
 
 MAX_SPLITS = 256
-_CPU_PROCESSORS = 132
-"""Triton's interpreter runs on a CPU: it stands for this many processors."""
+_CPU_PROCESSORS = 2
+"""For Triton's interpreter, which runs programs one after another: few splits."""
 _PROGRAMS_PER_PROCESSOR = 2
 _BLOCK_BYTES = 32 * 1024
 """Keys and values that a program loads at a time."""

@@ -1,0 +1,95 @@
+"""Decoding steps on the buffer of a GPU's graphs: each logit is the stock model's, whatever is decoded, and when.
+
+Without a GPU the same steps run without graphs, their kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hybridkv.engine.sampling.params import SamplingParams
+from tests.engine.drive import GREEDY, Driver, memory_for
+from tests.engine.test_correctness import ends_well
+from tests.engine.zoo import FAMILIES, build, prompt
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FEW = ["llama", "gemma3", "qwen3_5"]
+
+
+def decoding(family: str, **options: object) -> Driver:
+    driver = Driver(build(family), device=DEVICE, decodes=True, **options)  # type: ignore[arg-type]
+    if DEVICE == "cuda":
+        assert driver.runner.decoder is not None
+        driver.runner.decoder.capture()
+    return driver
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_as_the_stock_model_does(family: str) -> None:
+    """Across the ends of blocks, windows and chunks, with padding, and with a reply that goes on from the cache."""
+    driver = decoding(family, max_num_seqs=4)
+    driver.add("a", prompt(29, 1), replace(GREEDY, max_tokens=6))
+    driver.add("b", prompt(14, 2), replace(GREEDY, max_tokens=5))
+    driver.add("c", prompt(1, 3), replace(GREEDY, max_tokens=3))
+    results = driver.run()
+    assert driver.core.captured_steps == 5
+    said = results["a"].prompt_token_ids + results["a"].token_ids
+    driver.add("next turn", said + prompt(2, 4), replace(GREEDY, max_tokens=2))
+    cached = ends_well(driver)
+    assert cached["next turn"] == len(said) - 1
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_arrivals_aborts_and_samples(family: str) -> None:
+    driver = decoding(family, max_num_seqs=4)
+    driver.add("a", prompt(20, 1), replace(GREEDY, max_tokens=12))
+    driver.add("n", prompt(15, 2), SamplingParams(n=2, temperature=1.5, max_tokens=6, ignore_eos=True, seed=7))
+    for _ in range(4):
+        driver.step()
+    assert driver.core.captured_steps
+    driver.abort("a")  # while its step is on the device
+    driver.add("late", prompt(33, 3), replace(GREEDY, max_tokens=4))
+    driver.step()
+    driver.cache.reset()
+    driver.run()
+    assert len({tuple(one.token_ids) for one in driver.results["n"].completions}) == 2
+    driver.cache.reset()
+    driver.cache.check_integrity()
+    assert not any(driver.cache.pages_in_use().values())
+
+
+def test_preemption_in_a_tiny_arena() -> None:
+    model = build("qwen3_5")
+    driver = decoding("qwen3_5", memory_bytes=memory_for(model, 2, 70), max_num_batched_tokens=40)
+    for index in range(4):
+        driver.add(str(index), prompt(30 + 7 * index, index), replace(GREEDY, max_tokens=20))
+    ends_well(driver)
+    assert driver.core.scheduler.preempted or driver.cache.stats.blocks_evicted
+
+
+def test_replies_do_not_depend_on_how_steps_run() -> None:
+    """Seeded draws, logprobs, penalties, stop tokens and filters: with a decoder and without one."""
+    chance = random.Random(5)
+    kinds = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, top_k=20, top_p=0.8, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=8, stop_token_ids=chance.sample(range(10, 300), 60)),
+    ]
+    replies = []
+    for decodes in (True, False):
+        driver = Driver(build("llama"), device=DEVICE, decodes=decodes)
+        driver.core._sampler._draws_on_device = True
+        for number, params in enumerate(kinds):
+            driver.add(str(number), prompt(10 + number, number), params)
+        results = driver.run()
+        replies.append([(results[str(i)].token_ids, results[str(i)].finish_reason) for i in range(len(kinds))])
+        assert bool(driver.core.captured_steps) == decodes
+    assert replies[0] == replies[1]
