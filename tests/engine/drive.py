@@ -10,13 +10,14 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from hybridkv.cache import Cache, CacheLayout, lookup_key
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.core import EngineCore
-from hybridkv.engine.decoding.decoder import Decoded
+from hybridkv.engine.decoding.decoder import Decoded, Decoder
 from hybridkv.engine.decoding.launched import Entry, Launched
 from hybridkv.engine.decoding.step_buffer import Row
 from hybridkv.engine.loading.checkpoint import load
@@ -63,6 +64,21 @@ class WatchedCore(EngineCore):
         return launched
 
 
+class PackedDecoder(Decoder):
+    """Runs decoding steps as packed ones: to test what is around them without Triton."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def takes(self, num_rows: int, num_tokens: int) -> bool:
+        return num_rows > 0
+
+    def start(self, rows: Sequence[Row]) -> Decoded:
+        work = [Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows]
+        logits = self._runner.run(work)
+        return Decoded(logits, logits.argmax(-1))
+
+
 class Computed(NamedTuple):
     """A span of a step that waits to be compared."""
 
@@ -88,7 +104,10 @@ class FixedPace(Pace):
 
 
 class Driver:
-    """A core to step through by hand. After each step every computed token is checked, and the cache's books."""
+    """A core to step through by hand. After each step every computed token is checked, and the cache's books.
+
+    decodes: "graphs": decoding steps run as on a GPU, "packed": only their results are read as late as there.
+    """
 
     def __init__(
         self,
@@ -100,7 +119,7 @@ class Driver:
         device: str = "cpu",
         tolerance: float = TOLERANCE,
         has_taps: bool = True,
-        decodes: bool = False,
+        decodes: str = "",
         **options: Any,
     ) -> None:
         self.model = model
@@ -111,7 +130,9 @@ class Driver:
         self.memory = Memory(plan, self.layout, loaded.device)
         self.cache = Cache(self.layout, run_operations=self.memory.run)
         self.runner = WatchedRunner(loaded.model, self.memory, self.layout)
-        if decodes:
+        if decodes == "packed":
+            self.runner.decoder = PackedDecoder(self.runner)
+        elif decodes:
             self.runner.use_decoder(max_rows=max_num_seqs, max_tokens=loaded.max_model_len)
         self.core = WatchedCore(
             self.cache,

@@ -110,9 +110,10 @@ def test_samples_part_after_the_prompt(family: str, device: str) -> None:
     assert not any(driver.cache.pages_in_use().values())
 
 
+@pytest.mark.parametrize("decodes", ["", "packed"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HYBRIDKV_LIVES", "1"))))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_life_of_requests(family: str, seed: int, device: str) -> None:
+def test_a_random_life_of_requests(family: str, seed: int, decodes: str, device: str) -> None:
     """Arrivals, shared prefixes, aborts, samples, resets and step sizes at random, in an arena that is too small."""
     model = build(family)
     chance = random.Random(f"{family} {seed}")
@@ -122,6 +123,7 @@ def test_a_random_life_of_requests(family: str, seed: int, device: str) -> None:
         max_num_batched_tokens=chance.choice([24, 40, 100]),
         block_tokens=chance.choice([8, 16]),
         device=device,
+        decodes=decodes,
     )
     alive: list[str] = []
     for number in range(14):
@@ -135,6 +137,7 @@ def test_a_random_life_of_requests(family: str, seed: int, device: str) -> None:
             driver.cache.reset()
     driver.run()
     assert len(driver.results) == 14
+    assert bool(driver.core.captured_steps) == bool(decodes)
     driver.cache.reset()
     driver.cache.check_integrity()
     assert not any(driver.cache.pages_in_use().values())

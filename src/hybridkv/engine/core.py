@@ -237,7 +237,7 @@ class EngineCore:
         for one, token in alive:
             sample, lease = one.sample, one.lease
             if sample.surely_goes_on(token, self.limits.max_len(sample.request.params)) and self.cache.is_steady(lease):
-                tables: StepTables | NoRoom = one.tables._replace(start=one.tables.end, end=one.tables.end + 1)
+                tables: StepTables | NoRoom = one.tables.following()
                 steady.append((one, token))
             else:
                 updates += self._commit(*_parted([(one, token)]))

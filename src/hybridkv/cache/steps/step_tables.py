@@ -45,6 +45,12 @@ class StepTables(NamedTuple):
     loaded: Loaded | None = None
     """The pages of tokens before `start` that the caller fills, if any."""
 
+    def following(self) -> StepTables:
+        """The tables of a step of one more token that takes no page and writes states in place. See `is_steady`."""
+        start, end = self.end, self.end + 1
+        segments = {name: [Segment(start, end, parts[-1].dst, parts[-1].dst)] for name, parts in self.segments.items()}
+        return StepTables(start, end, self.block_tokens, self.tables, segments)
+
     def encode(self) -> bytes:
         """Encode as JSON, for another process."""
         tables = {group: list(pages) for group, pages in self.tables.items()}
