@@ -54,9 +54,7 @@ def _make(case: tuple[str, str, int, int]) -> Probe:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def skill_table(
-    weights: Weights, probes: Probes, batch_tokens: int, end: int, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
+def skill_table(weights: Weights, probes: Probes, batch_tokens: int, end: int, dtype: torch.dtype) -> dict[str, Any]:
     """Share of right replies by skill, wording and length. A reply is right if each of its tokens is the model's
     first choice after the right ones before it: what greedy decoding would write."""
     trainer = Trainer(compiled=False, dtype=dtype)

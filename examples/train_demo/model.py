@@ -312,10 +312,15 @@ def head_loss(
     return (losses * importance).sum(), losses.detach(), logits.argmax(-1)
 
 
+def dtype_for(device: torch.device) -> torch.dtype:
+    """What to compute in: many CPUs have no instructions for bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 class Trainer:
     """Forward passes for training, with the layers compiled where that is asked for."""
 
-    def __init__(self, compiled: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, compiled: bool, dtype: torch.dtype) -> None:
         def made(function: Any) -> Any:
             return torch.compile(function, dynamic=False) if compiled else function
 

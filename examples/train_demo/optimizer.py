@@ -19,9 +19,12 @@ def is_matrix(name: str, weight: Tensor) -> bool:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly: five Newton-Schulz steps. x: [n, rows, columns]"""
+    """The nearest (semi-)orthogonal matrices, roughly: five Newton-Schulz steps. x: [n, rows, columns]
+
+    On a GPU in bfloat16, which is enough and faster.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = x.bfloat16()
+    x = x.bfloat16() if x.is_cuda else x.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

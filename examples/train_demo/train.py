@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from evaluate import Probes, skill_table
-from model import Trainer, Weights, initial_weights
+from model import Trainer, Weights, dtype_for, initial_weights
 from optimizer import Optimizer, pack, pack_weights, unpack, unpack_weight
 from publish import TOKENIZER_FILES, draw_losses, publish
 from safetensors.torch import load_file, save_file
@@ -154,7 +154,7 @@ class Piece:
         self.weights: Weights = {name: weight.to(self.device) for name, weight in weights.items()}
         rates = (options.matrix_rate, options.embed_rate, options.head_rate, options.small_rate)
         self.optimizer = Optimizer(self.weights, *rates)
-        self.trainer = Trainer(compiled=not options.no_compile)
+        self.trainer = Trainer(compiled=not options.no_compile, dtype=dtype_for(self.device))
         self._resume()
         for weight in self.weights.values():
             weight.requires_grad_()
@@ -220,7 +220,8 @@ class Piece:
         return float(min(rising, falling, 1.0))
 
     def _evaluate(self) -> None:
-        table = skill_table(self.weights, self.probes, self.options.batch_tokens, self.rows.end)
+        dtype = dtype_for(self.device)
+        table = skill_table(self.weights, self.probes, self.options.batch_tokens, self.rows.end, dtype)
         table["step"] = self.step
         (self.options.run / "skills.json").write_text(json.dumps(table, indent=1))
         print(json.dumps(table), flush=True)
