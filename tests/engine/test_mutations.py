@@ -10,17 +10,16 @@ import pytest
 import torch
 
 import hybridkv.engine.runner
-import hybridkv.engine.seams.ops
 import hybridkv.engine.seams.stand_in
 import hybridkv.engine.tables
 from hybridkv.cache import CopyPage, Segment, StepTables
+from hybridkv.kernels import registry
 from hybridkv.sight import Sight
 from tests.engine.drive import Driver
 from tests.engine.zoo import FAMILIES, build, prompt
 
 runner_module: Any = hybridkv.engine.runner
 tables_module: Any = hybridkv.engine.tables
-ops: Any = hybridkv.engine.seams.ops
 stand_in: Any = hybridkv.engine.seams.stand_in
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrent]
@@ -103,8 +102,6 @@ def test_a_checkpoint_inside_a_prefill_taken_too_late(family: str, monkeypatch: 
 
 @pytest.mark.parametrize("family", CONV)
 def test_convolution_inputs_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridkv.kernels import registry
-
     stock = registry.KERNELS["conv"]
 
     def forgetful(x: Any, weight: Any, bias: Any, activation: Any, states: Any, table: Any) -> Any:
@@ -143,8 +140,12 @@ def test_a_tail_that_was_not_copied(family: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ATTENTION)
 def test_tokens_written_one_slot_off(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = ops.write_tokens
-    monkeypatch.setattr(ops, "write_tokens", lambda view, table, values: write(view, table, values.roll(1, 0)))
+    write = registry.KERNELS["write_tokens"]
+
+    def wrong(first: Any, second: Any, table: Any, key: Any, value: Any) -> None:
+        write(first, second, table, key.roll(1, 0), value.roll(1, 0))
+
+    monkeypatch.setitem(registry.KERNELS, "write_tokens", wrong)
     with noticed():
         live(family)
 

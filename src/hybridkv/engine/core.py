@@ -29,7 +29,7 @@ from hybridkv.engine.sampling.sampling_state import SamplingState
 from hybridkv.engine.scheduler import Scheduled, Scheduler
 from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import EngineError, RequestError
 from hybridkv.link.params import RemoteDecode, RemotePrefill
 
 _MOST_FAILURES = 2
@@ -96,7 +96,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._launched is not None
 
     def add(
         self,
@@ -267,7 +267,7 @@ class EngineCore:
             return []  # a page it read was bad: the successor's result is dropped, too
         following = self.cache.extend(lease, 1)
         if isinstance(following, NoRoom) or not _same_pages(one.tables, following):
-            raise HybridKVError("the pages of a decoding step have changed while it ran: this is a bug")
+            raise EngineError("the pages of a decoding step have changed while it ran: this is a bug")
         if one.tables.end >= sample.failed_at:
             sample.failures = sample.failed_at = 0
         return [self._push(sample, token)]

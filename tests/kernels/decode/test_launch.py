@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.kernels.decode.launch import (
-    MAX_SPLITS,
-    Shape,
-    choose_launch,
-    choose_splits,
-    num_processors,
-    padded,
-    token_bound,
-)
+from hybridkv.kernels.decode.launch import MAX_SPLITS, Shape, choose_launch, choose_splits, padded, token_bound
 from hybridkv.sight import Sight
 
 PROCESSORS = 132
@@ -62,4 +53,3 @@ def test_bounds() -> None:
     assert token_bound(Sight(window=7), 100) == 7
     assert token_bound(Sight(chunk=700), 100) == 100
     assert [padded(dim) for dim in (1, 16, 17, 64, 72)] == [16, 16, 32, 64, 128]
-    assert num_processors(torch.device("cpu")) == PROCESSORS

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine.seams.frame import current
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError
 from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.registry import kernel
 from hybridkv.kernels.segments import SegmentTable
@@ -83,7 +83,7 @@ def attend(
         return attend_written(frame.attention_layer, q, sinks, scale, softcap)
     if isinstance(table, DecodeTokens):
         if expand is None:
-            raise HybridKVError(f"layer {frame.attention_layer} does not say how it expands latents")
+            raise ConfigError(f"layer {frame.attention_layer} does not say how it expands latents")
         out: Tensor = kernel("attend_latents", table)(q, *layer.parts.values(), table, expand, **options)
     else:
         out = kernel("attend_visible", table)(q, k, v, table, **options)
