@@ -24,6 +24,8 @@ from hybridkv.cache import (
     PinnedPages,
     PinState,
     Role,
+    Segment,
+    StepTables,
     lookup_key,
 )
 from hybridkv.cache.index.tree import State
@@ -145,6 +147,7 @@ class Fuzz:
             *[self.extend] * 8,
             *[self.load] * 2,
             *[self.commit] * 8,
+            *[self.run_ahead] * 2,
             *[self.release] * 2,
             self.abort,
             self.fork,
@@ -261,6 +264,37 @@ class Fuzz:
             else:
                 self.idle.remove(lease)
                 self.flying.append((lease, False))
+
+    def run_ahead(self) -> None:
+        """The next step of one token runs before this one is committed: it has the pages that it will be given."""
+        steady = [lease for lease, may_cut in self.flying if not may_cut and self._is_steady(lease)]
+        if not steady:
+            return
+        lease, token = self.chance.choice(steady), self.chance.integer(0, 1)
+        assert lease.step is not None
+        start, end = lease.step.start, lease.step.end
+        states = [state.pages for state in lease.pages.states if state is not None]
+        names = [group.name for group in self.layout.state_groups]
+        segments = {name: [Segment(start, end, at, at)] for name, at in zip(names, states, strict=True)}
+        tables = {name: pages[:] for name, pages in lease.named_tables.items()}
+        ahead = StepTables(start, end, BLOCK, tables, segments).following()
+        lease.append([token])
+        self.sim.run(lease, ahead)
+        lease.forget_after(end)
+        assert self.cache.commit(lease, sampled=[token]) == end
+        given = self.cache.extend(lease, 1)
+        assert isinstance(given, StepTables)
+        assert (given.start, given.end, given.segments) == (ahead.start, ahead.end, ahead.segments)
+        for name, pages in given.tables.items():
+            seen = self.sim.groups[name].sight.first_visible(end) // BLOCK
+            assert pages[seen:] == tables[name][seen:]
+        self.counts["ran ahead"] = self.counts.get("ran ahead", 0) + 1
+
+    def _is_steady(self, lease: Lease) -> bool:
+        is_sound = lease.id not in self.num_good and not lease.aborted
+        return (
+            is_sound and self.cache.is_steady(lease) and lease.step is not None and lease.step.end == lease.num_tokens
+        )
 
     def load(self) -> None:
         """Some tokens come from elsewhere, with or without others that are computed after them."""

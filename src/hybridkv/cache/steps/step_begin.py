@@ -56,8 +56,10 @@ class StepBegin:
         step, pages, ahead = lease.step, lease.pages, lease.plan.ahead
         if step is None or step.kept or step.poisoned is not None or lease.aborted:
             return False
-        end = step.end + 1
-        if (ahead and ahead[0] <= end) or (pages.named_tables and -(-end // self.block_tokens) > pages.num_blocks):
+        num_whole = step.end // self.block_tokens
+        if pages.named_tables and (num_whole > lease.leaf.end or num_whole >= pages.num_blocks):
+            return False  # its commit publishes blocks, which may be shared then, or the next token begins a block
+        if ahead and ahead[0] <= step.end + 1:
             return False
         if step.old_states.count(None) < len(step.old_states):
             return False
