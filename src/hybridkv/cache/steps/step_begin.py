@@ -52,16 +52,14 @@ class StepBegin:
         return StepTables(start, end, self.block_tokens, tables, segments)
 
     def is_steady(self, lease: Lease) -> bool:
-        """Whether `send_off` of one token after the step in flight would take no page and keep no state."""
+        """Whether `send_off` of one token, after the step in flight is accepted, would take no page."""
         step, pages, ahead = lease.step, lease.pages, lease.plan.ahead
-        if step is None or step.kept or step.poisoned is not None or lease.aborted:
+        if step is None or step.poisoned is not None or lease.aborted:
             return False
         num_whole = step.end // self.block_tokens
         if pages.named_tables and (num_whole > lease.leaf.end or num_whole >= pages.num_blocks):
-            return False  # its commit publishes blocks, which may be shared then, or the next token begins a block
+            return False  # `accept` publishes blocks, which may be shared then, or the next token begins a block
         if ahead and ahead[0] <= step.end + 1:
-            return False
-        if step.old_states.count(None) < len(step.old_states):
             return False
         return not pages.states or True not in self._fresh_states(lease, may_cut=False)
 
