@@ -5,6 +5,7 @@ their bits, read as integers, have the same order. `bound_kernel` finds the gap 
 passes over a row instead of a sort. Masses are summed as integers, so that no sum depends on its order and a row's
 result does not depend on other rows.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -22,23 +23,23 @@ _MOST: Any = tl.constexpr(1 - 2.0**-24)
 """Of uniform numbers: their step near 0, and what replaces 0 and 1."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gaps(logits: Any, tokens: Any, VOCAB: tl.constexpr, top: Any, temperature: Any) -> Any:  # noqa: N803
+@triton.jit
+def _gaps(logits, tokens, VOCAB: tl.constexpr, top, temperature):  # noqa: N803
     """`logits`: pointer to the row. Infinite beyond the vocabulary."""
     values = tl.load(logits + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
     return (top - values) / temperature
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _within(
-    logits: Any,
-    bound: Any,
+    logits,
+    bound,
     VOCAB: tl.constexpr,  # noqa: N803
-    top: Any,
-    temperature: Any,
+    top,
+    temperature,
     COUNTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     """The mass of the tokens whose gaps have at most the bits `bound`, or their number if COUNTS."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, VOCAB, BLOCK):
@@ -52,16 +53,16 @@ def _within(
     return tl.sum(total, axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _reach(
-    logits: Any,
-    target: Any,
+    logits,
+    target,
     VOCAB: tl.constexpr,  # noqa: N803
-    top: Any,
-    temperature: Any,
+    top,
+    temperature,
     COUNTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     """The smallest bound within which the mass, or the number of tokens, reaches `target`."""
     bound = target.to(tl.int32) * 0
     for step in range(31):
@@ -72,18 +73,18 @@ def _reach(
     return bound
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def bound_kernel(
-    logits: Any,
-    row_stride: Any,
+    logits,
+    row_stride,
     VOCAB: tl.constexpr,  # noqa: N803
-    tops: Any,
-    temperatures: Any,
-    top_ks: Any,
-    top_ps: Any,
-    bounds: Any,
+    tops,
+    temperatures,
+    top_ks,
+    top_ps,
+    bounds,
     BLOCK: tl.constexpr,  # noqa: N803
-) -> None:
+):
     """One program a row. bounds: [B], int32: the bits of the largest gap that top-k and then top-p keep."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
@@ -105,8 +106,8 @@ def bound_kernel(
     tl.store(bounds + row, bound)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _log_noise(bits: Any) -> Any:
+@triton.jit
+def _log_noise(bits):
     """The logarithm of exponential random numbers, from 32 random bits each; always finite.
 
     Noise is -log(1 - u). Small noise wins races, so u keeps 31 bits near 0, and a series replaces the logarithm there.
@@ -116,17 +117,17 @@ def _log_noise(bits: Any) -> Any:
     return tl.log(tl.where(uniform < 1e-3, series, -tl.log(1 - uniform)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scores(
-    logits: Any,
-    tokens: Any,
+    logits,
+    tokens,
     VOCAB: tl.constexpr,  # noqa: N803
-    top: Any,
-    temperature: Any,
-    bound: Any,
-    bits: Any,
+    top,
+    temperature,
+    bound,
+    bits,
     FILTERED: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     gaps = _gaps(logits, tokens, VOCAB, top, temperature)
     scores = -gaps - _log_noise(bits)
     if FILTERED:
@@ -134,20 +135,20 @@ def _scores(
     return scores
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def race_kernel(
-    logits: Any,
-    row_stride: Any,
+    logits,
+    row_stride,
     VOCAB: tl.constexpr,  # noqa: N803
-    tops: Any,
-    temperatures: Any,
-    seeds: Any,
-    bounds: Any,
-    best: Any,
-    winners: Any,
+    tops,
+    temperatures,
+    seeds,
+    bounds,
+    best,
+    winners,
     FILTERED: tl.constexpr,  # noqa: N803
     LANES: tl.constexpr,  # noqa: N803
-) -> None:
+):
     """One program for each row and each part of 4 * LANES tokens. best, winners: [B, parts]
 
     Each counter of the random generator serves four tokens of a part.
@@ -175,16 +176,16 @@ def race_kernel(
         tl.store(winners + at, tl.min(token, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def finish_kernel(
-    tops: Any,
-    temperatures: Any,
-    best: Any,
-    winners: Any,
-    tokens: Any,
-    num_parts: Any,
+    tops,
+    temperatures,
+    best,
+    winners,
+    tokens,
+    num_parts,
     PARTS: tl.constexpr,  # noqa: N803
-) -> None:
+):
     """One program a row. tokens: [B], int64: the argmax of each row; drawn rows get the winner, bad ones -1."""
     row = tl.program_id(0)
     top = tl.load(tops + row)
