@@ -182,6 +182,8 @@ class EngineCore:
 
     def _launch(self, scheduled: Sequence[Scheduled]) -> Launched | None:
         """Submit a decoding step. None if the step must run as any other."""
+        if self.runner.decoder is None:
+            return None
         entries = [Entry(sample, lease, tables) for sample, tables in scheduled if (lease := sample.lease) is not None]
         if not all(_decodes(one) for one in entries) or not self.runner.can_decode([one.tables for one in entries]):
             return None
