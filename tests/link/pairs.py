@@ -18,7 +18,7 @@ import torch
 from hybridkv.engine import Engine, Result, SamplingParams
 from tests.engine.checkpoints import tokenizer
 from tests.engine.drive import TOLERANCE
-from tests.engine.zoo import build, fresh, oracle_logits
+from tests.engine.zoo import FAMILIES, build, family_config, fresh, make, oracle_logits
 from tests.link.workers import PATIENCE_S, Worker, Workers
 
 _numbers = itertools.count()
@@ -172,4 +172,16 @@ def _check_stock(family: str, prompt: list[int], params: SamplingParams, complet
         assert not is_stock or token == int(row.argmax()) or best - second <= TOLERANCE
     if completion.logprobs is not None:
         for row, token, known in zip(logits, completion.token_ids, completion.logprobs, strict=True):
-            assert abs(known.chosen - float(row.log_softmax(-1)[token])) <= TOLERANCE
+            right = float(row.log_softmax(-1)[token])
+            assert abs(known.chosen - right) <= TOLERANCE, (
+                known.chosen,
+                right,
+                _told_again(family, prompt, completion),
+            )
+
+
+def _told_again(family: str, prompt: list[int], completion: Any) -> list[float]:
+    """The stock model's logprobs of a reply, of a new copy: do they say the same once more?"""
+    copy = make(family_config(family), 0, FAMILIES[family].branch_scale)
+    rows = oracle_logits(copy, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+    return [float(row.log_softmax(-1)[token]) for row, token in zip(rows, completion.token_ids, strict=True)]
