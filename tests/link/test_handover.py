@@ -67,8 +67,9 @@ CASES = {
     "a stop token": Case(40, {"stop_token_ids": (9,), "logit_bias": {9: 100.0}}, num_replied=1),
     "hidden states of the prompt": Case(37, {"hidden_layers": (0, 2, "final")}),
     "hidden states of all": Case(37, {"hidden_layers": (-1, 1), "hidden_tokens": "all"}),
+    # With seed 5 a router of Qwen3-Next finds two experts within 2e-7: rounding decides which the stock model takes.
     "hidden states of three samples": Case(
-        32, _DRAWN | {"n": 3, "hidden_layers": (1, "final"), "hidden_tokens": "all"}
+        32, _DRAWN | {"seed": 6, "n": 3, "hidden_layers": (1, "final"), "hidden_tokens": "all"}
     ),
     "a salt": Case(70, salt="one tenant"),
 }
