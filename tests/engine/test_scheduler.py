@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import RequestError
-from tests.engine.drive import GREEDY, Driver, memory_for
+from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
 from tests.engine.zoo import build, prompt
 
 
@@ -165,3 +167,32 @@ def test_a_forward_pass_that_always_fails_ends_in_errors_not_in_a_loop(monkeypat
     assert not driver.core.has_work
     driver.cache.reset()
     assert not any(driver.cache.pages_in_use().values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("failing", [1, 2, 5, 9])
+def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
+    family: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of all, one that follows another, and one at which some samples need a page and others do not."""
+    driver = Driver(build(family), decodes="packed")
+    assert driver.runner.decoder is not None
+    start, calls = driver.runner.decoder.start, itertools.count(1)
+
+    def fails(rows: Any) -> Any:
+        if next(calls) == failing:
+            raise RuntimeError("the device hiccuped")
+        return start(rows)
+
+    monkeypatch.setattr(driver.runner.decoder, "start", fails)
+    driver.add("a", prompt(23, 1), replace(GREEDY, max_tokens=14))
+    driver.add("b", prompt(11, 2), replace(GREEDY, max_tokens=14))
+    while driver.core.has_work:
+        updates = driver.core.step()
+        driver.cache.check_integrity()
+        driver.results |= {update.request_id: update.result for update in updates if update.result is not None}
+    driver.compare()
+    assert next(calls) > failing
+    for name in ("a", "b"):
+        assert driver.results[name].finish_reason == "length"
+        check_greedy(driver, name)

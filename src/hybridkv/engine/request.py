@@ -140,7 +140,7 @@ class Sample:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
     def surely_goes_on(self, sampled: Sampled, max_model_len: int) -> bool:
-        """Whether `push` of this token does not end the sample. With stop texts nobody knows before."""
+        """Whether `push` of this token does not end the sample. False if it has stop texts: its text decides."""
         count, params = len(self.token_ids) + 1, self.request.params
         most = max_model_len - self.request.prompt_tokens
         is_last = count >= (most if params.max_tokens is None else min(most, params.max_tokens))

@@ -65,7 +65,7 @@ class Runner:
         self._cache = PagedCache()
         self._hooks: list[Any] = []
         self._wanted: list[Callable[[], bool]] = []
-        """Of each observer: whether it must be called in the step that is about to run."""
+        """Whether each observer must be called in the step that is about to run."""
         self.decoder: Decoder | None = None
         """Runs decoding steps, if they do not run as other steps."""
         self._frame: Frame | None = None

@@ -32,12 +32,12 @@ KERNELS: dict[str, Kernel] = {
     "mamba1": mamba1,
     "lightning": lightning,
 }
-"""Of packed steps, by kind. A kind's signature is that of its torch form."""
+"""Kernels of packed steps, by kind. A kind's signature is that of its torch form."""
 
 
 @cache
 def decode_kernels() -> dict[str, Kernel]:
-    """Of decoding steps. `attend_latents` has no torch form: models expand latents in packed steps."""
+    """Kernels of decoding steps. `attend_latents` has no torch form: models expand latents in packed steps."""
     from hybridkv.kernels.decode import attention, conv, delta, latent, lightning, mamba
 
     return {

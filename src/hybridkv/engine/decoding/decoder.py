@@ -84,13 +84,12 @@ class Decoder:
         assert self._logits is not None
         return Decoded(self._logits[: len(rows)], self._tokens[: len(rows)])
 
-    def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self) -> None:
         """Capture the graphs, largest first: the smaller ones then use the same memory."""
         begin, before = time.perf_counter(), torch.cuda.memory_reserved()
         pool = torch.cuda.graph_pool_handle()
         try:
-            for done, size in enumerate(reversed(self.sizes)):
-                progress(done, len(self.sizes))
+            for size in reversed(self.sizes):
                 self._buffer.pad(size)
                 self._models[size] = _captured(lambda size=size: self._run(size), pool)  # type: ignore[misc]
                 for kind in _KINDS:
@@ -98,7 +97,6 @@ class Decoder:
         except BaseException:
             self._models, self._draws = {}, {}
             raise
-        progress(len(self.sizes), len(self.sizes))
         torch.cuda.synchronize()
         self.graph_bytes = torch.cuda.memory_reserved() - before
         LOG.info(

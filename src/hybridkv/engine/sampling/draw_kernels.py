@@ -20,7 +20,7 @@ _KEEPS_ALL: Any = tl.constexpr(0x7FFFFFFF)
 _STEP: Any = tl.constexpr(2.0**-31)
 _LEAST: Any = tl.constexpr(2.0**-32)
 _MOST: Any = tl.constexpr(1 - 2.0**-24)
-"""Of uniform numbers: their step near 0, and what replaces 0 and 1."""
+"""The step of uniform numbers near 0, and what replaces 0 and 1."""
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MAX_WARPS = 8
 FULL_WARPS = 4
-"""Of a program, where there are programs enough."""
+"""Warps of a program, where there are programs enough."""
 MIN_PROGRAMS = 1024
 """Fewer leave multiprocessors of a large GPU idle: tiles become smaller then."""
 WARP_THREADS = 32
