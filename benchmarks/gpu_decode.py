@@ -11,6 +11,7 @@ For each number of requests and of tokens in their prompts, in one run:
 - gpu_ms: from the start to the end of the model's work on the GPU, gaps between kernels included. host_share: the part
   of a step outside of it.
 - kernels: attention and delta rule for decoding, as shares of a copy's bandwidth.
+- profile, with --profile: how many kernels a step has, how long the GPU is busy with them, and which take most of it.
 
     python benchmarks/gpu_decode.py [--models qwen3.5-4b] [--requests 1,64] [--tokens 512] [--no-graphs] [--compile]
 
@@ -44,6 +45,8 @@ from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import HybridKVError
 
 WARM_STEPS = 5
+PROFILED_STEPS = 4
+MOST_KERNELS = 16
 ARENA_SHARE = 0.8
 """Of the GPU's free memory. The rest is for what a step allocates."""
 
@@ -68,6 +71,8 @@ def measure_model(name: str, args: argparse.Namespace, speeds: Bandwidths) -> di
             case: dict[str, Any] = {"requests": num_requests, "tokens": num_tokens}
             try:
                 case |= measure_case(core, loaded, num_requests, num_tokens, args.steps, speeds)
+                if args.profile and device.type == "cuda":
+                    case["profile"] = profile(core, num_requests)
             except (CaseError, HybridKVError, torch.OutOfMemoryError) as error:
                 case["skipped"] = str(error).splitlines()[0]
             tell(f"{name}: {case}")
@@ -81,7 +86,7 @@ def measure_case(
     core: EngineCore, loaded: LoadedModel, num_requests: int, num_tokens: int, steps: int, speeds: Bandwidths
 ) -> dict[str, Any]:
     # Prompts that are ready early decode while others are not: as many steps again, with room to spare.
-    reply_tokens = WARM_STEPS + steps + num_requests + BLOCK_TOKENS
+    reply_tokens = WARM_STEPS + steps + PROFILED_STEPS + num_requests + BLOCK_TOKENS
     if num_tokens + reply_tokens > MAX_TOKENS:
         raise CaseError(f"prompts of {num_tokens} tokens: choose at most {MAX_TOKENS - reply_tokens}")
     most = core.runner.memory.plan.max_requests(num_tokens + reply_tokens)
@@ -171,6 +176,31 @@ def gpu_times(core: EngineCore) -> Iterator[list[Callable[[], float]]]:
         yield found
 
 
+def profile(core: EngineCore, num_requests: int) -> dict[str, Any]:
+    """The GPU's kernels in a step, by the time they take together."""
+    from torch.profiler import ProfilerActivity
+
+    synchronize(core)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            step(core, num_requests)
+        synchronize(core)
+    kernels = [one for one in profiler.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda one: -one.self_device_time_total)
+    return {
+        "kernels": round(sum(one.count for one in kernels) / PROFILED_STEPS),
+        "busy_ms": round(sum(one.self_device_time_total for one in kernels) / PROFILED_STEPS / 1e3, 3),
+        "most": [
+            {
+                "name": one.key[:80],
+                "ms": round(one.self_device_time_total / PROFILED_STEPS / 1e3, 4),
+                "calls": round(one.count / PROFILED_STEPS, 1),
+            }
+            for one in kernels[:MOST_KERNELS]
+        ],
+    }
+
+
 def abort_all(core: EngineCore) -> None:
     for sample in [*core.scheduler.running, *core.scheduler.waiting]:
         core.abort(sample.request.id)
@@ -215,6 +245,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="Steps that are timed. Default: 50; 5 with --quick.")
     parser.add_argument("--no-graphs", action="store_true", help="Launch every kernel from the host.")
     parser.add_argument("--compile", action="store_true", help="Compile decoder layers with torch.")
+    parser.add_argument("--profile", action="store_true", help="Tell which kernels take the time of a step.")
     parser.add_argument("--quick", action="store_true", help="Tiny models, to see that the benchmark works.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -266,11 +266,18 @@ class Fuzz:
                 self.flying.append((lease, False))
 
     def run_ahead(self) -> None:
-        """The next step of one token runs before this one is committed: it has the pages that it will be given."""
+        """The next step of one token runs before this one is committed: it has the pages that it will be given.
+
+        Others may be committed and extended before it runs.
+        """
         steady = [lease for lease, may_cut in self.flying if not may_cut and self._is_steady(lease)]
         if not steady:
             return
         lease, token = self.chance.choice(steady), self.chance.integer(0, 1)
+        self.flying.remove((lease, False))
+        for _ in range(self.chance.integer(0, 3)):
+            self.chance.choice([self.commit, self.extend])()
+        self.flying.append((lease, False))
         assert lease.step is not None
         start, end = lease.step.start, lease.step.end
         states = [state.pages for state in lease.pages.states if state is not None]

@@ -7,7 +7,7 @@ token does not depend on those after it. So steps are compared a few at a time, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.decoding.decoder import Decoded, Decoder
 from hybridkv.engine.decoding.launched import Entry, Launched
-from hybridkv.engine.decoding.step_buffer import Row
+from hybridkv.engine.decoding.step_buffer import Moved, Row
 from hybridkv.engine.loading.checkpoint import load
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.prompts import Prompt
@@ -56,12 +56,11 @@ class WatchedRunner(Runner):
 class WatchedCore(EngineCore):
     """Tells which decoding steps it submits."""
 
-    watch: Callable[[Sequence[Row], Sequence[Entry], Decoded], None]
+    watch: Callable[[Sequence[Entry], Decoded], None]
 
-    def _submit(self, rows: Sequence[Row], entries: Sequence[Entry]) -> Launched:
-        launched = super()._submit(rows, entries)
-        self.watch(rows, entries, launched.decoded)
-        return launched
+    def _submitted(self, decoded: Decoded, entries: Sequence[Entry]) -> Launched:
+        self.watch(entries, decoded)
+        return super()._submitted(decoded, entries)
 
 
 class PackedDecoder(Decoder):
@@ -69,13 +68,31 @@ class PackedDecoder(Decoder):
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._rows: list[Row | None] = []
 
     def takes(self, num_rows: int, num_tokens: int) -> bool:
         return num_rows > 0
 
+    def can_follow(self, num_rows: int, num_tokens: int) -> bool:
+        return num_rows > 0
+
     def start(self, rows: Sequence[Row]) -> Decoded:
-        work = [Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows]
-        logits = self._runner.run(work)
+        self._rows = list(rows)
+        return self._submit()
+
+    def follow(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
+        assert moved.rows == [place for place, row in enumerate(self._rows) if row is not None]
+        for place, token in zip(moved.rows, moved.tokens, strict=True):
+            row = self._rows[place]
+            assert row is not None
+            self._rows[place] = changed[place] if place in changed else Row(token, row.tables.following(), row.draw)
+        return self._submit()
+
+    def _submit(self) -> Decoded:
+        rows = [row for row in self._rows if row is not None]
+        found = self._runner.run([Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows])
+        logits = torch.full((len(self._rows), found.shape[1]), torch.nan)  # nobody may read a row that has ended
+        logits[[place for place, row in enumerate(self._rows) if row is not None]] = found
         return Decoded(logits, logits.argmax(-1))
 
 
@@ -208,11 +225,12 @@ class Driver:
             self._computed.append(Computed(packed[: tables.end * TOKEN_BYTES], tables.start, logits))
         self._noted()
 
-    def _note(self, rows: Sequence[Row], entries: Sequence[Entry], decoded: Decoded) -> None:
+    def _note(self, entries: Sequence[Entry], decoded: Decoded) -> None:
         """A decoding step was submitted. Its tokens may not be in the leases yet."""
-        for row, one, logits in zip(rows, entries, decoded.logits, strict=True):
-            known = bytes(one.lease.tokens[: row.tables.start * TOKEN_BYTES]) + pack_tokens([row.token])
-            self._computed.append(Computed(known, row.tables.start, logits[None].float().cpu().clone()))
+        for one in entries:
+            start = one.tables.start
+            known = bytes(one.lease.tokens[: start * TOKEN_BYTES]) + pack_tokens([one.token])
+            self._computed.append(Computed(known, start, decoded.logits[one.row][None].float().cpu().clone()))
         self._noted()
 
     def _noted(self) -> None:

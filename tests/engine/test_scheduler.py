@@ -177,14 +177,14 @@ def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
     """The first of all, one that follows another, and one at which some samples need a page and others do not."""
     driver = Driver(build(family), decodes="packed")
     assert driver.runner.decoder is not None
-    start, calls = driver.runner.decoder.start, itertools.count(1)
+    submit, calls = driver.runner.decoder._submit, itertools.count(1)
 
-    def fails(rows: Any) -> Any:
+    def fails() -> Any:
         if next(calls) == failing:
             raise RuntimeError("the device hiccuped")
-        return start(rows)
+        return submit()
 
-    monkeypatch.setattr(driver.runner.decoder, "start", fails)
+    monkeypatch.setattr(driver.runner.decoder, "_submit", fails)
     driver.add("a", prompt(23, 1), replace(GREEDY, max_tokens=14))
     driver.add("b", prompt(11, 2), replace(GREEDY, max_tokens=14))
     while driver.core.has_work:

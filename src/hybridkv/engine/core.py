@@ -14,8 +14,9 @@ import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
-from hybridkv.engine.decoding.launched import Entry, Launched
-from hybridkv.engine.decoding.step_buffer import Row
+from hybridkv.engine.decoding.decoder import Decoded
+from hybridkv.engine.decoding.launched import Entry, Launched, LookAhead
+from hybridkv.engine.decoding.step_buffer import Moved, Row
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.linking.handover import sampled_tokens
 from hybridkv.engine.linking.linking import Linking
@@ -184,35 +185,42 @@ class EngineCore:
         """Submit a decoding step. None if the step must run as any other."""
         if self.runner.decoder is None:
             return None
-        entries = [Entry(sample, lease, tables) for sample, tables in scheduled if (lease := sample.lease) is not None]
+        entries = [
+            Entry(row, _last_token(lease), sample, lease, tables)
+            for row, (sample, tables) in enumerate(scheduled)
+            if (lease := sample.lease) is not None
+        ]
         if not all(_decodes(one) for one in entries) or not self.runner.can_decode([one.tables for one in entries]):
             return None
-        rows = [Row(_last_token(one.lease), one.tables, self._sampler.draw(one.sample.row)) for one in entries]
-        return self._submit(rows, entries)
+        draws = self._sampler.draws([one.sample.row for one in entries])
+        rows = [Row(one.token, one.tables, draw) for one, draw in zip(entries, draws, strict=True)]
+        return self._submitted(self.runner.decode(rows), entries)
 
-    def _submit(self, rows: Sequence[Row], entries: Sequence[Entry]) -> Launched:
-        launched = Launched(self.runner.decode(rows), time.perf_counter(), entries)
+    def _submitted(self, decoded: Decoded, entries: Sequence[Entry]) -> Launched:
         self.captured_steps += 1
-        self.computed_tokens += len(rows)
-        return launched
+        self.computed_tokens += len(entries)
+        return Launched(decoded, time.perf_counter(), entries)
 
     def _finish(self, launched: Launched) -> list[Update]:
         """Read the results of a decoding step, and submit the next one if nothing else is to be done."""
         entries = launched.entries
+        with self._timed("schedule"):
+            ahead = self._look_ahead(entries)  # while the device works
         try:
             with self._timed("sample"):
-                sampled = self._sampler.collect(*launched.decoded, [one.sample.row for one in entries])
+                rows, places = [one.sample.row for one in entries], [one.row for one in entries]
+                sampled = self._sampler.collect(*launched.decoded, rows, places)
         except Exception as error:
             self._drop_aborted(entries)
             return self._failed([Scheduled(one.sample, one.tables) for one in entries if one.is_alive], error)
         self._ran()
         self._drop_aborted(entries)
         self.scheduler.pace.observe(len(entries), time.perf_counter() - launched.began_s)
-        alive = [(one, token) for one, token in zip(entries, sampled, strict=True) if one.is_alive]
+        drawn = list(zip(entries, sampled, strict=True))
         with self._timed("commit"):
-            if self._only_decodes(alive):
-                return self._go_on_decoding(alive)
-            return self._commit(*_parted(alive))
+            if ahead is not None:
+                return self._go_on_decoding(drawn, ahead)
+            return self._commit(*_parted([(one, token) for one, token in drawn if one.is_alive]))
 
     def _drop_aborted(self, entries: Sequence[Entry]) -> None:
         """Free the pages of samples that were aborted while the device worked for them."""
@@ -220,47 +228,72 @@ class EngineCore:
             if one.lease.aborted and one.lease.in_flight:
                 self.cache.commit(one.lease)
 
-    def _only_decodes(self, alive: Sequence[tuple[Entry, Sampled]]) -> bool:
-        """Whether the next step decodes the same samples, and moves nothing."""
-        if self.streaming is not None or self.linking is not None or not self.scheduler.only_runs(len(alive)):
-            return False
-        return bool(alive) and self.runner.can_decode([one.tables for one, _ in alive])
+    def _look_ahead(self, entries: Sequence[Entry]) -> LookAhead | None:
+        """What is known of the next step before this one has ended. None unless it decodes samples of this one alone.
 
-    def _go_on_decoding(self, alive: Sequence[tuple[Entry, Sampled]]) -> list[Update]:
+        The next step of a steady sample has the tables of this one, unless its token ends it.
+        """
+        alive = [one for one in entries if one.is_alive]
+        if self.streaming is not None or self.linking is not None or not self.scheduler.only_runs(len(alive)):
+            return None
+        decoder = self.runner.decoder
+        most = max((one.tables.end for one in alive), default=0)
+        if decoder is None or not decoder.can_follow(len(alive), most + 1):
+            return None
+        steady = {
+            one.row: one.tables.following()
+            for one in alive
+            if one.sample.may_go_on(self.limits.max_len(one.sample.request.params)) and self.cache.is_steady(one.lease)
+        }
+        seeds = None
+        if any(not one.sample.row.params.greedy for one in alive):
+            seeds = self._sampler.draw_seeds([one.sample.row for one in entries], ahead=1)
+        return LookAhead(steady, seeds)
+
+    def _go_on_decoding(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead) -> list[Update]:
         """Submit the next decoding step, then commit this one while the next one runs.
 
-        The next step of a steady sample has the tables of this one. Others, such as those that end here or need a page,
-        are committed first.
+        Samples that are not steady, such as those that end here or need a page, are committed first.
         """
         updates: list[Update] = []
-        rows: list[Row] = []
         entries: list[Entry] = []
         steady: list[tuple[Entry, Sampled]] = []
-        for one, token in alive:
-            sample, lease = one.sample, one.lease
-            if sample.surely_goes_on(token, self.limits.max_len(sample.request.params)) and self.cache.is_steady(lease):
-                tables: StepTables | NoRoom = one.tables.following()
+        changed: dict[int, Row | None] = {}
+        for one, token in drawn:
+            tables = ahead.steady.get(one.row)
+            if tables is not None and not one.sample.ends_at(token):
                 steady.append((one, token))
             else:
-                updates += self._commit(*_parted([(one, token)]))
-                if sample.lease is None or sample.remaining != 1:
+                new, more = self._go_on_alone(one, token)
+                updates += more
+                changed[one.row] = new
+                if new is None:
                     continue
-                tables = self.cache.extend(lease, 1)
-                if isinstance(tables, NoRoom):
-                    continue  # the scheduler makes room
-            assert isinstance(tables, StepTables)
-            is_behind = lease.num_tokens < tables.end
-            rows.append(Row(token.token, tables, self._sampler.draw(sample.row, ahead=int(is_behind))))
-            entries.append(Entry(sample, lease, tables))
-        if rows:
+                tables = new.tables
+            entries.append(one._replace(token=token.token, tables=tables))
+        if entries:
             try:
-                self._launched = self._submit(rows, entries)
+                moved = Moved([one.row for one, _ in drawn], [token.token for _, token in drawn], ahead.seeds)
+                self._launched = self._submitted(self.runner.decode_on(moved, changed), entries)
                 self.steps += 1
             except Exception as error:
                 updates += self._commit(*_parted(steady))
                 late = [one for one in entries if one.is_alive]
                 return updates + self._failed([Scheduled(one.sample, one.tables) for one in late], error)
         return updates + [update for one, token in steady for update in self._catch_up(one, token)]
+
+    def _go_on_alone(self, one: Entry, token: Sampled) -> tuple[Row | None, list[Update]]:
+        """Commit a sample's step and begin its next one. None if there is none, or no room: the scheduler makes it."""
+        if not one.is_alive:
+            return None, []
+        updates = self._commit(*_parted([(one, token)]))
+        sample = one.sample
+        if sample.lease is None or sample.remaining != 1:
+            return None, updates
+        tables = self.cache.extend(one.lease, 1)
+        if isinstance(tables, NoRoom):
+            return None, updates
+        return Row(token.token, tables, *self._sampler.draws([sample.row])), updates
 
     def _catch_up(self, one: Entry, token: Sampled) -> list[Update]:
         """Commit a step whose successor already runs, and begin the successor."""
@@ -529,7 +562,7 @@ class EngineCore:
 
 def _decodes(one: Entry) -> bool:
     """Whether a sample computes one token and draws the next one alone."""
-    sample, lease, tables = one
+    sample, lease, tables = one.sample, one.lease, one.tables
     is_alone = bool(sample.token_ids or sample.index) or sample.request.num_samples == 1
     return tables.end - tables.start == 1 and tables.loaded is None and _is_last(lease, tables.end) and is_alone
 

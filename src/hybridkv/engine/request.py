@@ -139,12 +139,15 @@ class Sample:
         if self.request.first_token_s is None:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
-    def surely_goes_on(self, sampled: Sampled, max_model_len: int) -> bool:
-        """Whether `push` of this token does not end the sample. False if it has stop texts: its text decides."""
+    def may_go_on(self, max_model_len: int) -> bool:
+        """Whether the next token does not end the sample, if `ends_at` says so. False if its text has to be known."""
         count, params = len(self.token_ids) + 1, self.request.params
         most = max_model_len - self.request.prompt_tokens
-        is_last = count >= (most if params.max_tokens is None else min(most, params.max_tokens))
-        return not is_last and sampled.error is None and sampled.token not in self.row.ends and not params.stops
+        return count < (most if params.max_tokens is None else min(most, params.max_tokens)) and not params.stops
+
+    def ends_at(self, sampled: Sampled) -> bool:
+        """Whether the token itself ends the sample."""
+        return sampled.error is not None or sampled.token in self.row.ends
 
     def push(self, sampled: Sampled, max_model_len: int) -> None:
         """Append one sampled token; finish the sample if it is the last one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybridkv.cache import CacheLayout, StepTables
 from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.decoding.decoder import Decoded, Decoder
-from hybridkv.engine.decoding.step_buffer import Row, RowViews, StepBuffer
+from hybridkv.engine.decoding.step_buffer import Moved, Row, RowViews, StepBuffer
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
@@ -103,13 +103,19 @@ class Runner:
         assert self.decoder is not None
         return self.decoder.start(rows)
 
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def decode_on(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
+        """Submit the step after the last one, which `decode` or this has submitted: see `StepBuffer.follow`."""
+        assert self.decoder is not None
+        return self.decoder.follow(moved, changed)
+
     def can_decode(self, steps: Sequence[StepTables]) -> bool:
-        """Whether `decode` runs a step of one token a row, or one that follows it. Nothing may observe its layers."""
+        """Whether `decode` runs a step of one token a row. Nothing may observe its layers."""
         if self.decoder is None or any(wanted() for wanted in self._wanted):
             return False
         if any(self.taps.is_used(step) for step in steps):
             return False
-        return self.decoder.takes(len(steps), max(step.end for step in steps) + 1)
+        return self.decoder.takes(len(steps), max(step.end for step in steps))
 
     def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
         inputs: dict[str, Any] = {

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridkv.engine.decoding.step_buffer import Row, RowViews, StepBuffer
+from hybridkv.engine.decoding.step_buffer import Moved, Row, RowViews, StepBuffer
 from hybridkv.engine.sampling.device_draw import PlainParams, draw_plain
 
 LOG = logging.getLogger("hybridkv.engine")
@@ -64,6 +64,7 @@ class Decoder:
         self._draws: dict[tuple[int, _Kind], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=buffer.device)
+        self._num_rows, self._kind = 0, _KINDS[0]
         self.graph_bytes = 0
         """Memory that the graphs hold, besides weights and arena."""
 
@@ -73,16 +74,30 @@ class Decoder:
 
     def start(self, rows: Sequence[Row]) -> Decoded:
         """Submit a step to the device."""
-        size, kind = self._size(len(rows)), _Kind.of(rows)
-        self._buffer.fill(rows, size)
+        self._num_rows, self._kind = len(rows), _Kind.of(rows)
+        self._buffer.fill(rows, self._size(len(rows)))
+        return self._submit()
+
+    def can_follow(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether `follow` is the best way to run the next step. `num_rows`: rows that are left."""
+        size = self._buffer.size
+        return num_rows > 0 and self._size(num_rows) == size and self._buffer.fits(num_tokens, size)
+
+    def follow(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
+        """Submit the step after the last one: see `StepBuffer.follow`. Rows keep their places."""
+        self._buffer.follow(moved, changed)
+        return self._submit()
+
+    def _submit(self) -> Decoded:
+        size = self._buffer.size
         if self._models:
             self._models[size].replay()
-            self._draws[size, kind].replay()
+            self._draws[size, self._kind].replay()
         else:
             self._run(size)
-            self._draw(size, kind)
+            self._draw(size, self._kind)
         assert self._logits is not None
-        return Decoded(self._logits[: len(rows)], self._tokens[: len(rows)])
+        return Decoded(self._logits[: self._num_rows], self._tokens[: self._num_rows])
 
     def capture(self) -> None:
         """Capture the graphs, largest first: the smaller ones then use the same memory."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hybridkv.cache import Lease, StepTables
 from hybridkv.engine.decoding.decoder import Decoded
@@ -11,8 +14,12 @@ from hybridkv.engine.request import Sample
 
 
 class Entry(NamedTuple):
-    """A row of the step."""
+    """A sample's row of the step."""
 
+    row: int
+    """Rows that have ended leave gaps."""
+    token: int
+    """The token that the step computes."""
     sample: Sample
     lease: Lease
     """The sample's lease when the step began. The sample may have been aborted since."""
@@ -28,4 +35,12 @@ class Launched(NamedTuple):
     decoded: Decoded
     began_s: float
     entries: Sequence[Entry]
-    """By row."""
+
+
+class LookAhead(NamedTuple):
+    """What is known of the step after a decoding step before that one's tokens are known."""
+
+    steady: Mapping[int, StepTables]
+    """By row: the tables of samples that go on in the same pages, unless their token ends them."""
+    seeds: npt.NDArray[np.uint64] | None
+    """Of the draws, by entry. None if all are greedy."""

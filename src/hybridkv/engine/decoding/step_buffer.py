@@ -1,7 +1,8 @@
 """All numbers of a decoding step in one buffer: filled on the host, copied once, read by kernels at fixed addresses.
 
 The buffer has one layout for each number of rows. Its page tables come last, since their width changes from step to
-step: kernels read the width from the buffer.
+step: kernels read the width from the buffer. A step that follows another changes few of these numbers, and page tables
+travel only if one has changed.
 
     | tokens | positions | ... | src, dst of each state | width, origin of each group | page tables of each group |
 """
@@ -9,7 +10,8 @@ step: kernels read the width from the buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,11 @@ from hybridkv.kernels.spans import PADDED
 _ALIGN_BYTES = 64
 _MOST_TABLE_BYTES = 64 << 20
 """Room for page tables. Steps with more, of many long requests, run as any other step."""
+_WIDTH_STEP = 16
+"""Page tables grow by so many blocks at a time: seldom."""
+
+Fields = Mapping[str, npt.NDArray[Any]]
+"""The fields of a step on the host, by name."""
 
 
 class Row(NamedTuple):
@@ -33,6 +40,16 @@ class Row(NamedTuple):
     token: int
     tables: StepTables
     draw: Draw = GREEDY
+
+
+class Moved(NamedTuple):
+    """The samples of a step that go on to the next one, each in its row."""
+
+    rows: list[int]
+    tokens: list[int]
+    """The token that each draws, and computes next."""
+    seeds: npt.NDArray[np.uint64] | None
+    """Of the next draws. None if all are greedy."""
 
 
 class _Field(NamedTuple):
@@ -70,8 +87,9 @@ class StepBuffer:
         self.block_tokens = layout.block_tokens
         self._groups = layout.token_groups
         self._states = list(states)
-        most_blocks = -(-max_tokens // layout.block_tokens)
-        table_bytes = min(4 * max_rows * most_blocks * len(self._groups), _MOST_TABLE_BYTES)
+        self._layouts: dict[int, dict[str, _Field]] = {}
+        self._most_blocks = -(-max_tokens // layout.block_tokens)
+        table_bytes = min(4 * max_rows * self._most_blocks * len(self._groups), _MOST_TABLE_BYTES)
         self.nbytes = self._layout(max_rows)["tables"].start + max(table_bytes, _ALIGN_BYTES)
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
@@ -79,31 +97,56 @@ class StepBuffer:
             self._device = torch.zeros(self.nbytes, dtype=torch.uint8, device=device) if on_gpu else self._host
         self._numpy = self._host.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._on_host: dict[int, dict[str, npt.NDArray[np.generic]]] = {}
+        self._on_host: dict[int, Fields] = {}
         self._on_device: dict[int, RowViews] = {}
+        self.size = self._width = 0
+        """Rows of the last step, with padding, and the blocks of its page tables."""
 
     def fits(self, num_tokens: int, size: int) -> bool:
         """Whether the page tables of a step of `size` rows fit, if the longest has `num_tokens` tokens."""
-        entries = len(self._groups) * size * -(-num_tokens // self.block_tokens)
+        entries = len(self._groups) * size * self._width_for(num_tokens)
         return self._layout(size)["tables"].start + 4 * entries <= self.nbytes
 
     def fill(self, rows: Sequence[Row], size: int) -> None:
         """Write a step of `size` rows, the last of them padding, and copy it to the device."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the last step still reads this memory
-        fields, count = self._host_fields(size), len(rows)
-        positions = np.fromiter((row.tables.start for row in rows), np.int64, count)
-        fields["tokens"][:count] = np.fromiter((row.token for row in rows), np.int64, count)
-        fields["positions"][:count] = positions
-        fields["shifts"][:count] = positions - np.arange(count)
-        fields["places"][:count] = positions
-        for name in ("tokens", "positions", "shifts"):
-            fields[name][count:] = 0
-        fields["places"][count:] = PADDED
-        self._fill_draws(fields, rows)
-        self._fill_states(fields, rows)
-        width = self._fill_tables(fields, rows, size)
-        self._copy(self._layout(size)["tables"].start + 4 * len(self._groups) * size * width)
+        self._wait()
+        self.size = size
+        fields = self._host_fields(size)
+        self._set_width(fields, self._width_for(max((row.tables.end for row in rows), default=0)))
+        tables = self._page_tables(fields)
+        for index, row in enumerate(rows):
+            self._put(fields, tables, index, row)
+        self._put_padding(fields, slice(len(rows), size))
+        self._copy(with_tables=True)
+
+    def follow(self, moved: Moved, changed: Mapping[int, Row | None] = MappingProxyType({})) -> None:
+        """Write the step after the last one and copy it: each row one token on, in the same pages, states in place.
+
+        `moved` has all rows of the last step. `changed`: those that go on in other pages, and those that do not go on:
+        they are padding from now on.
+        """
+        self._wait()
+        fields, rows = self._host_fields(self.size), moved.rows
+        fields["tokens"][rows] = moved.tokens
+        for name in ("positions", "shifts", "places"):
+            fields[name][rows] += 1
+        for number in range(len(self._states)):
+            fields[f"src{number}"][rows] = fields[f"dst{number}"][rows]
+        if moved.seeds is not None:
+            fields["seed"][rows] = moved.seeds
+        new = {index: row for index, row in changed.items() if row is not None}
+        width = self._width_for(max((row.tables.end for row in new.values()), default=0))
+        if width > self._width:
+            before = [table.copy() for table in self._page_tables(fields)]
+            self._set_width(fields, width)
+            for table, pages in zip(self._page_tables(fields), before, strict=True):
+                table[:, : pages.shape[1]] = pages
+        tables = self._page_tables(fields)
+        for index, row in new.items():
+            self._put(fields, tables, index, row)
+        for index in changed.keys() - new.keys():
+            self._put_padding(fields, slice(index, index + 1))
+        self._copy(with_tables=bool(new))
 
     def pad(self, size: int) -> None:
         """Write a step that is all padding: it reads and writes no page."""
@@ -117,48 +160,68 @@ class StepBuffer:
 
     # --- filling ------------------------------------------------------------------------------------------------------
 
-    def _width(self, rows: Sequence[Row]) -> int:
-        """Blocks of the longest row."""
-        return -(-max((row.tables.end for row in rows), default=0) // self.block_tokens)
+    def _width_for(self, num_tokens: int) -> int:
+        """Blocks of a row of so many tokens, and some to grow into."""
+        most = min(self._most_blocks, -(-num_tokens // self.block_tokens // _WIDTH_STEP) * _WIDTH_STEP)
+        return max(most, -(-num_tokens // self.block_tokens))
 
-    def _fill_draws(self, fields: Mapping[str, npt.NDArray[np.generic]], rows: Sequence[Row]) -> None:
-        count = len(rows)
-        draws = [row.draw for row in rows]
-        fields["temperature"][:count] = [draw.temperature for draw in draws]
-        fields["top_k"][:count] = [draw.top_k for draw in draws]
-        fields["top_p"][:count] = [draw.top_p for draw in draws]
-        seeds = np.fromiter((draw.seed for draw in draws), np.uint64, count)
-        fields["seed"][:count] = seeds.view(np.int64)
-        fields["temperature"][count:], fields["top_k"][count:], fields["top_p"][count:] = 0, 0, 1
-
-    def _fill_states(self, fields: Mapping[str, npt.NDArray[np.generic]], rows: Sequence[Row]) -> None:
+    def _put(self, fields: Fields, tables: Sequence[npt.NDArray[np.int32]], index: int, row: Row) -> None:
+        position, draw = row.tables.start, row.draw
+        fields["tokens"][index] = row.token
+        fields["positions"][index] = fields["places"][index] = position
+        fields["shifts"][index] = position - index
+        fields["temperature"][index], fields["top_k"][index] = draw.temperature, draw.top_k
+        fields["top_p"][index], fields["seed"][index] = draw.top_p, draw.seed
         for number, key in enumerate(self._states):
-            src, dst = fields[f"src{number}"], fields[f"dst{number}"]
-            segments = [row.tables.segments[key.group][0] for row in rows]
-            src[: len(rows)] = [segment.src[key.page] for segment in segments]
-            dst[: len(rows)] = [segment.dst[key.page] for segment in segments]
-            src[len(rows) :] = dst[len(rows) :] = PADDED
+            segment = row.tables.segments[key.group][0]
+            fields[f"src{number}"][index] = segment.src[key.page]
+            fields[f"dst{number}"][index] = segment.dst[key.page]
+        for group, table in zip(self._groups, tables, strict=True):
+            pages = np.frombuffer(row.tables.tables[group.name], dtype=np.intc)[: self._width]
+            table[index, : len(pages)] = pages
 
-    def _fill_tables(self, fields: Mapping[str, npt.NDArray[np.generic]], rows: Sequence[Row], size: int) -> int:
-        width = self._width(rows)
-        entries = size * width
-        for number, group in enumerate(self._groups):
-            fields[f"shape{number}"][:] = width, number * entries
-            table = fields["tables"][number * entries : (number + 1) * entries].reshape(size, width)
-            for row, place in zip(rows, table, strict=False):
-                pages = row.tables.tables[group.name]
-                num_blocks = min(len(pages), width)
-                place[:num_blocks] = np.frombuffer(pages, dtype=np.intc)[:num_blocks]
-        return width
+    def _put_padding(self, fields: Fields, rows: slice) -> None:
+        for name in _LONG + _INTS + _FLOATS:
+            fields[name][rows] = 0
+        fields["places"][rows] = PADDED
+        fields["top_p"][rows] = 1
+        for number in range(len(self._states)):
+            fields[f"src{number}"][rows] = fields[f"dst{number}"][rows] = PADDED
 
-    def _copy(self, nbytes: int) -> None:
+    def _set_width(self, fields: Fields, width: int) -> None:
+        self._width = width
+        for number in range(len(self._groups)):
+            fields[f"shape{number}"][:] = width, number * self.size * width
+
+    def _page_tables(self, fields: Fields) -> list[npt.NDArray[np.int32]]:
+        """The page table of each group: [size, width]"""
+        entries = self.size * self._width
+        return [
+            fields["tables"][number * entries : (number + 1) * entries].reshape(self.size, self._width)
+            for number in range(len(self._groups))
+        ]
+
+    def _wait(self) -> None:
         if self._copied is not None:
-            self._device[:nbytes].copy_(self._host[:nbytes], non_blocking=True)
-            self._copied.record()
+            self._copied.synchronize()  # the copy of the last step still reads this memory
+
+    def _copy(self, *, with_tables: bool) -> None:
+        if self._copied is None:
+            return
+        nbytes = self._layout(self.size)["tables"].start
+        if with_tables:
+            nbytes += 4 * len(self._groups) * self.size * self._width
+        self._device[:nbytes].copy_(self._host[:nbytes], non_blocking=True)
+        self._copied.record()
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
     def _layout(self, size: int) -> dict[str, _Field]:
+        if size not in self._layouts:
+            self._layouts[size] = self._make_layout(size)
+        return self._layouts[size]
+
+    def _make_layout(self, size: int) -> dict[str, _Field]:
         fields: dict[str, _Field] = {}
         kinds = [(name, torch.int64, size) for name in _LONG]
         kinds += [(name, torch.int32, size) for name in _INTS]
@@ -174,13 +237,15 @@ class StepBuffer:
         fields["tables"] = _Field(start, torch.int32, 0)  # all that is left
         return fields
 
-    def _host_fields(self, size: int) -> dict[str, npt.NDArray[np.generic]]:
+    def _host_fields(self, size: int) -> Fields:
         if size not in self._on_host:
             kinds = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
-            self._on_host[size] = {
+            fields: dict[str, npt.NDArray[Any]] = {
                 name: self._numpy[slice(*self._bounds(field))].view(kinds[field.dtype])
                 for name, field in self._layout(size).items()
             }
+            fields["seed"] = fields["seed"].view(np.uint64)
+            self._on_host[size] = fields
         return self._on_host[size]
 
     def _bounds(self, field: _Field) -> tuple[int, int]:

@@ -87,29 +87,35 @@ class Sampler:
             tokens[picked] = torch.where(tokens[picked] < 0, -1, winners)
         return _results(tokens, logits, _logprobs(logits, tokens, rows))
 
-    def draw(self, row: SamplingState, ahead: int = 0) -> Draw:
-        """How a decoding step draws a row's token, or the token `ahead` steps later."""
-        params = row.params
-        if params.greedy:
-            return GREEDY
-        seed = row.draw_seed(ahead)
-        bits = int(self._seeds.integers(0, 2**64, dtype=np.uint64)) if seed is None else seed
-        return Draw(params.temperature, max(params.top_k, 0), params.top_p, bits)
+    def draws(self, rows: Sequence[SamplingState]) -> list[Draw]:
+        """How a decoding step draws each row's token."""
+        if all(row.params.greedy for row in rows):
+            return [GREEDY] * len(rows)
+        return [
+            GREEDY if p.greedy else Draw(p.temperature, max(p.top_k, 0), p.top_p, int(seed))
+            for p, seed in zip([row.params for row in rows], self.draw_seeds(rows), strict=True)
+        ]
 
-    def collect(self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> list[Sampled]:
-        """The results of a decoding step that drew `tokens` itself. It waits for the device.
+    def collect(
+        self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState], places: Sequence[int]
+    ) -> list[Sampled]:
+        """The results of a decoding step that drew `tokens` itself. It waits for the device. `places`: of the rows.
 
         Rows that are not plain are sampled now. So are the others then, with the same result.
         """
         if all(row.is_plain for row in rows):
-            return _results(tokens, logits, {})
-        return self.sample(logits, rows)
+            drawn = tokens.tolist()
+            return [_result(drawn[place], logits, place) for place in places]
+        return self.sample(logits if len(places) == len(logits) else logits[places], rows)
 
-    def draw_seeds(self, rows: Sequence[SamplingState]) -> npt.NDArray[np.uint64]:
-        """The seeds of draws on the device: those of seeded rows, and random bits for the rest."""
+    def draw_seeds(self, rows: Sequence[SamplingState], ahead: int = 0) -> npt.NDArray[np.uint64]:
+        """The seeds of draws on the device: those of seeded rows, and random bits for the rest.
+
+        `ahead`: of the draws after so many more tokens.
+        """
         seeds = self._seeds.integers(0, 2**64, size=len(rows), dtype=np.uint64)
         for index, row in enumerate(rows):
-            own = row.draw_seed()
+            own = row.draw_seed(ahead)
             if own is not None:
                 seeds[index] = own
         return seeds
@@ -225,10 +231,11 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> 
 
 def _results(tokens: Tensor, logits: Tensor, logprobs: dict[int, TokenLogprobs]) -> list[Sampled]:
     """Results on the host. For rows without logprobs this is the only transfer from the device."""
-    return [
-        Sampled(token, logprobs.get(index)) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
-        for index, token in enumerate(tokens.tolist())
-    ]
+    return [_result(token, logits, index, logprobs.get(index)) for index, token in enumerate(tokens.tolist())]
+
+
+def _result(token: int, logits: Tensor, index: int, logprobs: TokenLogprobs | None = None) -> Sampled:
+    return Sampled(token, logprobs) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
 
 
 def _reason(logits: Tensor) -> str:
