@@ -22,7 +22,7 @@ OPTIONS = {
 
 NO_FLAG = {
     "chat": {"max_num_seqs"},  # a conversation has one reply at a time
-    "extract": {"seed"},  # nothing is sampled
+    "extract": {"seed", "graphs"},  # nothing is sampled, and nothing decodes
 }
 """Options of the engine that a command fixes."""
 
@@ -66,6 +66,7 @@ OTHER_VALUES: dict[str, tuple[list[str], object]] = {
     "stream": (["--stream", "async"], "async"),
     "load_timeout_s": (["--load-timeout-s", "2.5"], 2.5),
     "compile": (["--compile"], True),
+    "graphs": (["--no-graphs"], False),
 }
 """Flags that set each option to something other than its default, and what the engine must get then."""
 

@@ -38,6 +38,8 @@ _STEPS_AT_ONCE = 24
 """Steps that wait to be compared, at most."""
 _unfinished: list[Driver] = []
 """Drivers of the present test with steps that wait to be compared."""
+NOT_CAPTURED = {"gemma3n"}
+"""Families whose stock code makes a tensor on the host in every step: no graph can hold that."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -124,6 +126,7 @@ class Driver:
     """A core to step through by hand. After each step every computed token is checked, and the cache's books.
 
     decodes: "graphs": decoding steps run as on a GPU, "packed": only their results are read as late as there.
+    experts: how transformers computes experts in graphs. Grouped products of float32 cannot be captured.
     """
 
     def __init__(
@@ -137,6 +140,8 @@ class Driver:
         tolerance: float = TOLERANCE,
         has_taps: bool = True,
         decodes: str = "",
+        experts: str = "batched_mm",
+        compiles: bool = False,
         **options: Any,
     ) -> None:
         self.model = model
@@ -151,6 +156,11 @@ class Driver:
             self.runner.decoder = PackedDecoder(self.runner)
         elif decodes:
             self.runner.use_decoder(max_rows=max_num_seqs, max_tokens=loaded.max_model_len)
+        if compiles:
+            self.runner.compile(True)
+        if decodes == "graphs" and device == "cuda":
+            loaded.model.set_experts_implementation(experts)
+            self.runner.capture()
         self.core = WatchedCore(
             self.cache,
             self.runner,

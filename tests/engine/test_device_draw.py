@@ -86,7 +86,7 @@ def log_noise(words: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def log_noise_kernel(words: Any, result: Any, SIZE: tl.constexpr) -> None:  # type: ignore[name-defined]  # noqa: N803
+def log_noise_kernel(words, result, SIZE: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]  # noqa: N803
     at = tl.arange(0, SIZE)
     tl.store(result + at, draw_kernels._log_noise(tl.load(words + at).to(tl.uint32, bitcast=True)))
 

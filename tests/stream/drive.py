@@ -64,7 +64,7 @@ class StreamDriver(Driver):
         self.streaming = WatchedStreaming(self.streamer, self.cache, mode)
         self.core.streaming = self.core.scheduler.streaming = self.streaming
         self.streaming.others_wait = self.core.others_wait
-        self.runner.observe(self.streaming)
+        self.runner.observe(self.streaming, self.streaming.wants_step)
 
     @property
     def stats(self) -> Any:

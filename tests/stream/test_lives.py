@@ -16,7 +16,7 @@ from hybridkv import SamplingParams
 from hybridkv.store import StoreFault
 from hybridkv.store.guard import Guarded
 from tests.engine.drive import GREEDY, check_greedy, memory_for
-from tests.engine.test_correctness import DEVICES, random_request
+from tests.engine.test_correctness import DECODES, DEVICES, random_request
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
@@ -494,9 +494,10 @@ _KINDS = [Kind.MISSING, Kind.SHORT_ROW, Kind.FLIP_HEADER, Kind.FLIP_ROW, Kind.SL
 _KINDS += [Kind.FAIL_CREATE, Kind.FAIL_READ, Kind.FAIL_WRITE, Kind.FAIL_COMMIT, Kind.LOST, Kind.SLOW_WRITE]
 
 
+@pytest.mark.parametrize("decodes", DECODES)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HYBRIDKV_LIVES", "2"))))
 @pytest.mark.parametrize("family", MIXED)
-def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int) -> None:
+def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int, decodes: str) -> None:
     """Arrivals, shared prefixes, aborts, samples, resets, in an arena that is too small; checked at every step."""
     chance = random.Random(f"{family} {seed}")
     model = model_of(family)
@@ -510,6 +511,8 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int) -> 
         memory_bytes=memory_for(model, 3, 120, row_layers=1),
         max_num_batched_tokens=chance.choice([24, 40, 100]),
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
+        decodes=decodes,
+        device="cuda" if decodes == "graphs" else "cpu",
     )
     driver.streamer.mover._dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])
     alive, all_faults = [], []

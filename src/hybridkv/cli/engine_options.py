@@ -82,8 +82,11 @@ class EngineOptions:
         float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
     ] = 30.0
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the model's layers: slow to start, then faster on a GPU.")
-    ] = False
+        bool | None, typer.Option(help="Compile the model's layers: slower to start, then faster. Default: on a GPU.")
+    ] = None
+    graphs: Annotated[
+        bool, typer.Option(help="On a GPU, capture decoding steps as CUDA graphs: slower to start, then faster.")
+    ] = True
 
     def start(self, model: str, *, shows_bars: bool = True, link: LinkOptions | None = None) -> Engine:
         """Load the model. `shows_bars`: on a terminal, draw bars while weights are loaded."""

@@ -61,7 +61,7 @@ class _Job:
         }
 
 
-@takes_engine_options("dtype", "seed")
+@takes_engine_options("dtype", "graphs", "seed")
 def extract_command(
     model: ModelArgument,
     source: Annotated[
@@ -111,7 +111,9 @@ def extract_command(
     at_once = min(options.max_num_seqs, job.prompts.count)
     with ExitStack() as stack:
         folder = _open_folder(job, stack, is_new=not dry_run)
-        engine = stack.enter_context(replace(options, dtype=model_dtype, max_num_seqs=at_once).start(model))
+        engine = stack.enter_context(
+            replace(options, dtype=model_dtype, graphs=False, max_num_seqs=at_once).start(model)
+        )
         extraction = Extraction(engine, params, max_tokens)
         taps = extraction.try_one()
         manifest = job.manifest(engine, taps)

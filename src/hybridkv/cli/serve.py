@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -164,6 +165,8 @@ def serve_command(
                 hidden_layers=layers,
             ),
         )
+        gc.collect()
+        gc.freeze()  # what the model is made of lives as long as the process: no later collection looks at it
         server.run(
             app,
             shutdown_timeout=shutdown_timeout,

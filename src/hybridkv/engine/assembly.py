@@ -45,10 +45,9 @@ class Settings:
     seed: int | None
     stream: str
     load_timeout_s: float
-    compile: bool | str
+    compile: bool | None
+    graphs: bool
     link: LinkOptions | None = None
-    graphs: bool = False
-    """Run decoding steps as CUDA graphs."""
 
 
 def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
@@ -112,7 +111,12 @@ def memory_bytes(memory: str | int) -> int:
 
 
 def check_kinds(
-    *, whole: Mapping[str, object], optional: Mapping[str, object], seed: int | None, policy: str, trust: bool
+    *,
+    whole: Mapping[str, object],
+    optional: Mapping[str, object],
+    seed: int | None,
+    policy: str,
+    switches: Mapping[str, object],
 ) -> None:
     """Refuse options of the wrong kind before a model is loaded. `optional`: numbers that may be None."""
     for name, value in {**whole, **optional, "seed": seed}.items():
@@ -122,8 +126,9 @@ def check_kinds(
             raise InputError(f"{name} {value!r}: {way_out}")
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise InputError(f"a seed of {seed.bit_length()} bits: pass one that fits into 64")
-    if not isinstance(trust, bool):
-        raise InputError(f"trust_remote_code {trust!r}: pass True or False")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} {value!r}: pass True or False")
     named_policy(str(policy))
 
 

@@ -29,16 +29,16 @@ COMPILED = SUPPORTED - {"gemma3n_text", "llama4_text"}
 """Model types whose compiled layers the tests compare with the stock model."""
 
 
-def check_compile(compile: bool | str) -> None:
-    if not isinstance(compile, bool) and compile != "auto":
-        raise InputError(f"compile {compile!r}: write True, False, or 'auto' for where it pays")
+def check_compile(compile: bool | None) -> None:
+    if not isinstance(compile, bool | None):
+        raise InputError(f"compile {compile!r}: pass True or False, or None for a default")
 
 
 def compile_layers(
-    model: PreTrainedModel, layers: Sequence[nn.Module], compile: bool | str, device: torch.device
+    model: PreTrainedModel, layers: Sequence[nn.Module], compile: bool | None, device: torch.device
 ) -> CompiledLayers | None:
-    """Compile a model's decoder layers when they first run. "auto": on a GPU, if they can be compiled."""
-    if compile is False or (compile == "auto" and device.type != "cuda"):
+    """Compile a model's decoder layers when they first run. None: on a GPU, if they can be compiled."""
+    if compile is False or (compile is None and device.type != "cuda"):
         return None
     reason = _obstacle(model.config.get_text_config(decoder=True).model_type, device)
     if reason is None:

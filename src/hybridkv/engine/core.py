@@ -24,6 +24,7 @@ from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
 from hybridkv.engine.runner import Runner, Work
+from hybridkv.engine.sampling import device_draw
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampled, Sampler
 from hybridkv.engine.sampling.sampling_state import SamplingState
@@ -87,7 +88,8 @@ class EngineCore:
         """Decoding steps that ran as one graph."""
         self._launched: Launched | None = None
         """The decoding step on the device, if there is one."""
-        self._sampler = Sampler(runner.device, seed, draws_on_device=runner.decoder is not None)
+        draws_on_device = runner.decoder is not None or device_draw.is_available(runner.device)
+        self._sampler = Sampler(runner.device, seed, draws_on_device=draws_on_device)
         self._requests: dict[str, Request] = {}
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
@@ -234,11 +236,11 @@ class EngineCore:
         The next step of a steady sample has the tables of this one, unless its token ends it.
         """
         alive = [one for one in entries if one.is_alive]
-        if self.streaming is not None or self.linking is not None or not self.scheduler.only_runs(len(alive)):
-            return None
-        decoder = self.runner.decoder
         most = max((one.tables.end for one in alive), default=0)
-        if decoder is None or not decoder.can_follow(len(alive), most + 1):
+        if not self.scheduler.only_runs(len(alive)) or not self.runner.can_decode_on(len(alive), most + 1):
+            return None
+        streaming = self.streaming
+        if streaming is not None and any(streaming.dumps_after(one.sample, one.tables) for one in alive):
             return None
         steady = {
             one.row: one.tables.following()
@@ -255,6 +257,8 @@ class EngineCore:
 
         Samples that are not steady, such as those that end here or need a page, are committed first.
         """
+        if self.streaming is not None:
+            self.streaming.end_step()
         updates: list[Update] = []
         entries: list[Entry] = []
         steady: list[tuple[Entry, Sampled]] = []
@@ -384,6 +388,8 @@ class EngineCore:
     def _counts(self, sample: Sample, lease: Lease, sampled: Sequence[Sampled]) -> bool:
         """Whether a sample's part of the step is valid. If its load failed or is late, that part is discarded."""
         assert self.streaming is not None
+        if not self.streaming.is_in_step:
+            return True
         if not self.streaming.lacks_rows(sample):
             is_sound = lease.poisoned is None and all(one.error is None for one in sampled)
             self.streaming.judge(sample, is_sound)

@@ -66,7 +66,8 @@ class Engine:
         store: str | Sequence[str] | Store | None = None,
         stream: str = "auto",
         load_timeout_s: float = LOAD_TIMEOUT_S,
-        compile: bool | str = False,
+        compile: bool | None = None,
+        graphs: bool = True,
         link: LinkOptions | None = None,
     ) -> None:
         """Load a model and start the engine.
@@ -86,7 +87,8 @@ class Engine:
         `store`: URLs of stores, the fastest first, or an open store. The engine closes it.
         `stream`: how requests load from the store: "auto", "async" or "layerwise".
         `load_timeout_s`: a request whose load takes longer computes its tokens instead.
-        `compile`: compile the model's layers when they first run; "auto": on a GPU, if they can be compiled.
+        `compile`: compile the model's layers with torch (default: on a GPU, if they can be compiled).
+        `graphs`: on a GPU, capture steps that only decode as CUDA graphs when the engine starts.
         `link`: compute prompts for other engines, or continue prompts of others; docs/disaggregation.md.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
@@ -100,7 +102,7 @@ class Engine:
             optional={"attn_pack_size": attn_pack_size, "row_layers": row_layers, **limits},
             seed=seed,
             policy=policy,
-            trust=trust_remote_code,
+            switches={"trust_remote_code": trust_remote_code, "graphs": graphs},
         )
         kind = choose_device(device).type
         settings = Settings(
@@ -120,6 +122,7 @@ class Engine:
             stream=stream,
             load_timeout_s=load_timeout_s,
             compile=compile,
+            graphs=graphs,
             link=link,
         )
         opened = as_store(store) if store is not None else None  # a bad URL is known before a model is loaded

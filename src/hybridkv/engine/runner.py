@@ -23,7 +23,7 @@ from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
 from hybridkv.engine.taps import Taps
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.kernels.spans import Span
 from hybridkv.memory import Memory, Uploader
 
@@ -117,6 +117,12 @@ class Runner:
             return False
         return self.decoder.takes(len(steps), max(step.end for step in steps))
 
+    def can_decode_on(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether `decode_on` runs the next step. `num_rows`, `num_tokens`: rows that are left, and the longest's."""
+        if self.decoder is None or any(wanted() for wanted in self._wanted):
+            return False
+        return self.decoder.can_follow(num_rows, num_tokens)
+
     def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
         inputs: dict[str, Any] = {
             "input_ids": tokens[None],
@@ -140,9 +146,13 @@ class Runner:
     def capture(self) -> None:
         """Capture decoding steps as CUDA graphs. A model that cannot be captured decodes as in any other step."""
         assert self.decoder is not None
+        if self._compiled is not None:
+            LOG.info("compiling layers: a minute where torch has not compiled them before, else some seconds")
         try:
             with torch.inference_mode():
                 self.decoder.capture()
+        except HybridKVError:
+            raise
         except Exception as error:  # whatever stock code does that no graph can hold, such as reading a result
             name, reason = type(self.model).__name__, str(error).strip().partition("\n")[0]
             LOG.warning("%s decodes without CUDA graphs: %s: %s", name, type(error).__name__, reason)
@@ -163,7 +173,7 @@ class Runner:
             self._hooks.append(layer.register_forward_pre_hook(self._before(observer, index)))
             self._hooks.append(layer.register_forward_hook(self._after(observer, index)))
 
-    def compile(self, wanted: bool | str) -> None:
+    def compile(self, wanted: bool | None) -> None:
         """Compile the decoder layers when they next run, if they can be compiled."""
         if wanted is not False:
             self._compiled = compile_layers(self.model, decoder_layers(self.model), wanted, self.device)

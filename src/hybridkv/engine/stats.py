@@ -49,6 +49,10 @@ class EngineStats:
     running: int
     waiting: int
     steps: int
+    captured_steps: int
+    """Steps that ran as CUDA graphs."""
+    graph_bytes: int
+    """GPU memory that the graphs hold, besides weights and arena."""
     computed_tokens: int
     preemptions: int
     followed: int
@@ -70,6 +74,8 @@ class EngineStats:
             running=len(core.scheduler.running),
             waiting=len(core.scheduler.waiting),
             steps=core.steps,
+            captured_steps=core.captured_steps,
+            graph_bytes=core.runner.decoder.graph_bytes if core.runner.decoder is not None else 0,
             computed_tokens=core.computed_tokens,
             preemptions=core.scheduler.preempted,
             followed=core.scheduler.followed,

@@ -194,6 +194,8 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("running_samples", "Samples that have a lease", stats.running)
     yield _gauge("waiting_samples", "Samples in the queue", stats.waiting)
     yield _count("steps", "Forward passes", stats.steps)
+    yield _count("captured_steps", "Forward passes that ran as CUDA graphs", stats.captured_steps)
+    yield _gauge("graph_bytes", "GPU memory of these graphs", stats.graph_bytes)
     yield _count("computed_tokens", "Tokens that went through the model", stats.computed_tokens)
     yield _count("preemptions", "Samples sent back to the queue for want of memory", stats.preemptions)
     yield _count("followed", "Samples that waited for another to compute their prefix", stats.followed)

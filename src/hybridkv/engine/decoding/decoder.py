@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import tqdm
 
 from hybridkv.engine.decoding.step_buffer import Moved, Row, RowViews, StepBuffer
 from hybridkv.engine.sampling.device_draw import PlainParams, draw_plain
@@ -104,7 +105,7 @@ class Decoder:
         begin, before = time.perf_counter(), torch.cuda.memory_reserved()
         pool = torch.cuda.graph_pool_handle()
         try:
-            for size in reversed(self.sizes):
+            for size in tqdm(self.sizes[::-1], desc="Capturing decoding steps", leave=False):
                 self._buffer.pad(size)
                 self._models[size] = _captured(lambda size=size: self._run(size), pool)  # type: ignore[misc]
                 for kind in _KINDS:

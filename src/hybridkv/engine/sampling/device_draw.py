@@ -7,6 +7,7 @@ draw does not depend on other rows, and a step that runs as a CUDA graph draws w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,11 @@ def are_drawn(params: Sequence[SamplingParams]) -> bool:
 def are_filtered(params: Sequence[SamplingParams]) -> bool:
     """Whether some row that is not greedy has top-k or top-p."""
     return any(not p.greedy and (p.top_k > 0 or p.top_p < 1) for p in params)
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether draws of this device are made here."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def draw_plain(logits: Tensor, params: PlainParams, *, filtered: bool, drawn: bool) -> Tensor:

@@ -228,6 +228,17 @@ class Streaming:
     def _keys_at(self, points: Sequence[DumpPoint], sample: Sample, lease: Lease) -> dict[int, bytes]:
         return sample.keys(self.streamer).at([point.end for point in points], lease.tokens)
 
+    def dumps_after(self, sample: Sample, tables: StepTables) -> bool:
+        """Whether the decoding step after the one with these tables dumps."""
+        lease = sample.lease
+        assert lease is not None
+        return bool(self._rule.of_step(step_progress(sample, lease, tables.following())))
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended. Decoding steps that follow one another begin none."""
+        return self._step is not None
+
     def wants_step(self) -> bool:
         """Whether the step loads or dumps."""
         return self._step is not None and self._step.has_transfers
