@@ -26,7 +26,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +60,8 @@ def measure_model(name: str, args: argparse.Namespace, speeds: Bandwidths) -> di
     loaded = make_model((TINY_SHAPES if args.quick else SHAPES)[name](), device)
     graphs = not args.no_graphs and device.type == "cuda"
     core = make_core(loaded, arena_bytes(device), max(args.requests), compile=args.compile, graphs=graphs)
+    gc.collect()
+    gc.freeze()  # as the server does
     found = {
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "arena_bytes": core.runner.memory.plan.arena_bytes,
@@ -79,6 +81,7 @@ def measure_model(name: str, args: argparse.Namespace, speeds: Bandwidths) -> di
             found["cases"].append(case)
             abort_all(core)
     core.runner.close()
+    gc.unfreeze()
     return found
 
 
@@ -157,11 +160,11 @@ def gpu_times(core: EngineCore) -> Iterator[list[Callable[[], float]]]:
     """Milliseconds of the runner's work on the GPU in each step; none on a CPU. To be read after synchronizing."""
     found: list[Callable[[], float]] = []
 
-    def timed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed_run(work: Any) -> Any:
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_run(*work: Any) -> Any:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            result = run(work)
+            result = run(*work)
             end.record()
             found.append(lambda: float(start.elapsed_time(end)))
             return result
@@ -171,8 +174,9 @@ def gpu_times(core: EngineCore) -> Iterator[list[Callable[[], float]]]:
     if core.runner.device.type != "cuda":
         yield found
         return
-    runner = core.runner
-    with patch.object(runner, "run", timed(runner.run)), patch.object(runner, "decode", timed(runner.decode)):
+    with ExitStack() as stack:
+        for name in ("run", "decode", "decode_on"):
+            stack.enter_context(patch.object(core.runner, name, timed(getattr(core.runner, name))))
         yield found
 
 

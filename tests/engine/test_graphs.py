@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridkv import Engine, SamplingParams
-from tests.engine.drive import NOT_CAPTURED
+from tests.engine.drive import NOT_CAPTURED, set_experts
 from tests.engine.tokenizers_small import byte_level
 from tests.engine.zoo import FAMILIES, fresh, prompt
 
@@ -27,13 +27,13 @@ ASKED = [
 
 def replies(family: str, **options: Any) -> tuple[list[Any], int]:
     model = fresh(family)
-    model.set_experts_implementation("batched_mm")  # grouped products of float32 cannot be captured
+    set_experts(model, "batched_mm")  # grouped products of float32 cannot be captured
     options = {"memory": "16MiB", "compile": False, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
     with Engine(
         model,
         device="cuda",
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=byte_level()),
-        store="memory://",
+        store="memory://?size=64MiB",
         **options,
     ) as engine:
         told = []

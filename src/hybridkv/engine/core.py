@@ -201,7 +201,7 @@ class EngineCore:
     def _submitted(self, decoded: Decoded, entries: Sequence[Entry]) -> Launched:
         self.captured_steps += 1
         self.computed_tokens += len(entries)
-        return Launched(decoded, time.perf_counter(), entries)
+        return Launched(decoded, entries)
 
     def _finish(self, launched: Launched) -> list[Update]:
         """Read the results of a decoding step, and submit the next one if nothing else is to be done."""
@@ -217,7 +217,6 @@ class EngineCore:
             return self._failed([Scheduled(one.sample, one.tables) for one in entries if one.is_alive], error)
         self._ran()
         self._drop_aborted(entries)
-        self.scheduler.pace.observe(len(entries), time.perf_counter() - launched.began_s)
         drawn = list(zip(entries, sampled, strict=True))
         with self._timed("commit"):
             if ahead is not None:

@@ -4,7 +4,7 @@ A step has a fixed cost (reading weights, launching kernels) and a cost for each
 times the fixed cost, further prompts in the same step save next to nothing and delay the first ones: if eight equal
 prompts run one after another, the mean time to first token is 9/16 of the time that all take together. Long prompts are
 split for the same reason: decoding requests wait for every chunk. Where the fixed cost dominates, as on a GPU, the
-limits have no effect.
+limits have no effect. Steps that run as CUDA graphs are not measured: their cost says nothing of steps with prompts.
 """
 
 from __future__ import annotations

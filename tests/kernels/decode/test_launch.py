@@ -30,7 +30,7 @@ def test_full_batches_split_long_rows_only() -> None:
     shape = Shape(64, 4, 4, (256, 256), 2)
     assert choose_launch(shape, 8192, PROCESSORS).splits == 1
     launch = choose_launch(shape, 131072, PROCESSORS)
-    assert (launch.splits, launch.min_share) == (8, 2048)
+    assert (launch.splits, launch.min_share) == (16, 2048)
 
 
 @given(

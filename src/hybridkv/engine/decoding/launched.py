@@ -33,7 +33,6 @@ class Entry(NamedTuple):
 
 class Launched(NamedTuple):
     decoded: Decoded
-    began_s: float
     entries: Sequence[Entry]
 
 

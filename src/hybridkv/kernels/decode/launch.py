@@ -23,9 +23,9 @@ _MIN_TILE = 16
 _MAX_BLOCK_HEADS = 64
 _GOOD_ENOUGH = 0.9
 """Share of the best possible use of the processors at which no further splits are tried."""
-_LONG_TOKENS, _LONG_SPLITS, _LONG_SHARE = 16384, 8, 2048
+_LONG_TOKENS, _LONG_SPLITS, _LONG_SHARE = 8192, 16, 2048
 """Rows that may see more than `_LONG_TOKENS` are split though all processors are busy, lest one row is the last. Such
-splits are at most `_LONG_SPLITS`, and none has less than `_LONG_SHARE` tokens."""
+splits are at most `_LONG_SPLITS`, and none has less than `_LONG_SHARE` tokens: rows of equal length lose nothing."""
 
 
 class Launch(NamedTuple):
@@ -66,7 +66,8 @@ def choose_launch(shape: Shape, bound: int, num_processors: int) -> Launch:
     splits = choose_splits(num_programs, num_processors, -(-bound // block_tokens))
     min_share = block_tokens
     if splits == 1:
-        splits, min_share = max(1, min(-(-bound // _LONG_TOKENS), _LONG_SPLITS)), _LONG_SHARE
+        splits = 1 if bound <= _LONG_TOKENS else min(-(-bound // _LONG_SHARE), _LONG_SPLITS)
+        min_share = _LONG_SHARE
     widest = max(shape.tiles)
     return Launch(
         block_tokens=block_tokens,
