@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from hybridkv.cache import Cache, CacheLayout, lookup_key
-from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
+from hybridkv.cache.tokens import TOKEN_BYTES
 from hybridkv.engine.core import EngineCore
-from hybridkv.engine.decoding.decoder import Decoded, Decoder
-from hybridkv.engine.decoding.launched import Entry, Launched
+from hybridkv.engine.decoding.decoder import Decoded, Decoder, DrawnTokens
+from hybridkv.engine.decoding.launched import Launched
 from hybridkv.engine.decoding.step_buffer import Moved, Row
 from hybridkv.engine.loading.checkpoint import load
 from hybridkv.engine.pace import Pace
@@ -59,11 +59,11 @@ class WatchedRunner(Runner):
 class WatchedCore(EngineCore):
     """Tells which decoding steps it submits."""
 
-    watch: Callable[[Sequence[Entry], Decoded], None]
+    watch: Callable[[Launched], None]
 
-    def _submitted(self, decoded: Decoded, entries: Sequence[Entry]) -> Launched:
-        self.watch(entries, decoded)
-        return super()._submitted(decoded, entries)
+    def _finish(self, launched: Launched) -> list[Update]:
+        self.watch(launched)  # its logits may be gone when the next step has been submitted
+        return super()._finish(launched)
 
 
 class PackedDecoder(Decoder):
@@ -71,7 +71,7 @@ class PackedDecoder(Decoder):
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._rows: list[Row | None] = []
+        self._rows: dict[int, Row] = {}
 
     def takes(self, num_rows: int, num_tokens: int) -> bool:
         return num_rows > 0
@@ -80,23 +80,47 @@ class PackedDecoder(Decoder):
         return num_rows > 0
 
     def start(self, rows: Sequence[Row]) -> Decoded:
-        self._rows = list(rows)
+        self._rows = dict(enumerate(rows))
+        self._num_rows = len(rows)
         return self._submit()
 
-    def follow(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
-        assert moved.rows == [place for place, row in enumerate(self._rows) if row is not None]
-        for place, token in zip(moved.rows, moved.tokens, strict=True):
-            row = self._rows[place]
-            assert row is not None
-            self._rows[place] = changed[place] if place in changed else Row(token, row.tables.following(), row.draw)
+    def follow(self, moved: Moved, tokens: Sequence[int], changed: Mapping[int, Row | None]) -> Decoded:
+        assert list(moved.rows) == list(self._rows)
+        for place, token in zip(moved.rows, tokens, strict=True):
+            self._move(place, token, moved)
+        for place, row in changed.items():
+            self._rows.pop(place)
+            if row is not None:
+                self._rows[place] = row
         return self._submit()
+
+    def advance(self, moved: Moved) -> Decoded:
+        assert list(moved.rows) == list(self._rows)
+        for place, row in list(self._rows.items()):
+            token = int(self._tokens[place])
+            if token < 0 or token in row.ends or row.left <= 0:
+                del self._rows[place]
+            else:
+                self._move(place, token, moved)
+        return self._submit()
+
+    def retire(self, rows: Sequence[int]) -> None:
+        assert not self._rows.keys() & set(rows)
+
+    def _move(self, place: int, token: int, moved: Moved) -> None:
+        row = self._rows[place]
+        tables = moved.grown.get(place, row.tables.following())
+        self._rows[place] = row._replace(token=token, tables=tables, left=row.left - 1)
 
     def _submit(self) -> Decoded:
-        rows = [row for row in self._rows if row is not None]
+        self._rows = dict(sorted(self._rows.items()))
+        rows = self._rows.values()
         found = self._runner.run([Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows])
-        logits = torch.full((len(self._rows), found.shape[1]), torch.nan)  # nobody may read a row that has ended
-        logits[[place for place, row in enumerate(self._rows) if row is not None]] = found
-        return Decoded(logits, logits.argmax(-1))
+        logits = torch.full((self._num_rows, found.shape[1]), torch.nan)  # nobody may read a row that has ended
+        logits[list(self._rows)] = found
+        self._tokens = logits.argmax(-1)
+        drawn = DrawnTokens(self._num_rows, self._tokens.device)
+        return Decoded(logits, drawn.take(self._tokens))
 
 
 class Computed(NamedTuple):
@@ -236,12 +260,14 @@ class Driver:
             self._computed.append(Computed(packed[: tables.end * TOKEN_BYTES], tables.start, logits))
         self._noted()
 
-    def _note(self, entries: Sequence[Entry], decoded: Decoded) -> None:
-        """A decoding step was submitted. Its tokens may not be in the leases yet."""
-        for one in entries:
-            start = one.tables.start
-            known = bytes(one.lease.tokens[: start * TOKEN_BYTES]) + pack_tokens([one.token])
-            self._computed.append(Computed(known, start, decoded.logits[one.row][None].float().cpu().clone()))
+    def _note(self, launched: Launched) -> None:
+        """A decoding step has run."""
+        for one in launched.entries:
+            start, end = one.tables.start, one.tables.end
+            logits = launched.decoded.logits[one.row][None]
+            if one.is_alive:
+                known = bytes(one.lease.tokens[: end * TOKEN_BYTES])
+                self._computed.append(Computed(known, start, logits.float().cpu().clone()))
         self._noted()
 
     def _noted(self) -> None:

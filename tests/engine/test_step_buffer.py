@@ -1,4 +1,4 @@
-"""A step that follows another leaves in the buffer what writing it anew would leave."""
+"""A step that follows another leaves in the buffer on the device what writing it anew would leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Pair:
         self.driver = Driver(build(family))
         self.data = data
         self.one, self.other = (self.buffer(), self.buffer())
-        self.rows: list[Row | None] = []
 
     def buffer(self) -> StepBuffer:
         keys = self.driver.runner._tables.state_keys
@@ -52,14 +51,24 @@ class Pair:
         draw = Draw(0.5, self.number(9), 0.75, self.number(2**64 - 1)) if self.number(1) else GREEDY
         return Row(self.number(500), StepTables(position, position + 1, block, tables, segments), draw)
 
+    def expect(self, rows: dict[int, Row]) -> None:
+        """Write a step anew, with gaps."""
+        filler = self.row(0)
+        self.other.fill([rows.get(place, filler) for place in range(SIZE)], SIZE)
+        self.other._put_padding(self.other._host_fields(SIZE), [place for place in range(SIZE) if place not in rows])
+        self.other._copy(0, self.other._end())
+
     def check(self) -> None:
         """Both buffers hold the same step."""
         found: Any = self.one.views(SIZE)
         expected: Any = self.other.views(SIZE)
         for name in ("tokens", "positions", "shifts"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        is_row = expected.numbers.places != PADDED
+        for name in ("left", "ends"):
+            assert torch.equal(getattr(found.numbers, name)[is_row], getattr(expected.numbers, name)[is_row]), name
         for name, values in expected.draws.items():
-            assert torch.equal(found.draws[name], values), name
+            assert torch.equal(found.draws[name][is_row], values[is_row]), name
         for key, states in expected.tables.segments.items():
             assert torch.equal(found.tables.segments[key].src, states.src)
             assert torch.equal(found.tables.segments[key].dst, states.dst)
@@ -81,39 +90,53 @@ def _pages(table: Any, row: int) -> list[int]:
     return pages
 
 
+def random_ends(pair: Pair) -> tuple[int, ...]:
+    return tuple(sorted({pair.number(500) for _ in range(pair.number(3))}))
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_following_is_writing_anew(family: str, data: st.DataObject) -> None:
+    """By the host, which knows tokens and new pages, and by the device alone."""
     pair = Pair(family, data)
-    rows: list[Row | None] = [pair.row(pair.number(200)) for _ in range(1 + pair.number(SIZE - 2))]
-    pair.one.fill([row for row in rows if row is not None], SIZE)
-    for _ in range(3):
-        places = [place for place, row in enumerate(rows) if row is not None]
+    rows: dict[int, Row] = {}
+    for place in range(1 + pair.number(SIZE - 2)):
+        rows[place] = pair.row(pair.number(200))._replace(ends=random_ends(pair), left=pair.number(3))
+    pair.one.fill(list(rows.values()), SIZE)
+    for _ in range(4):
+        places = list(rows)
         if not places:
             break
-        tokens, seeds = (
-            [pair.number(500) for _ in places],
-            np.array([pair.number(2**64 - 1) for _ in places], np.uint64),
-        )
+        ends = [end for row in rows.values() for end in row.ends] or [7]
+        tokens = [data.draw(st.one_of(st.integers(-1, 500), st.sampled_from(ends))) for _ in places]
+        seeds = np.array([pair.number(2**64 - 1) for _ in places], np.uint64)
+        by_device = bool(pair.number(1))
+        grown: dict[int, StepTables] = {}
         changed: dict[int, Row | None] = {}
         for place, token, seed in zip(places, tokens, seeds.tolist(), strict=True):
             row = rows[place]
-            assert row is not None
-            kind = pair.number(3)
-            if kind == 0:
+            tables, block = row.tables.following(), row.tables.block_tokens
+            if tables.start // block != row.tables.start // block:
+                fresh = pair.row(tables.start).tables  # the pages before stay the same
+                tables = tables._replace(
+                    tables={name: pages + fresh.tables[name][-1:] for name, pages in row.tables.tables.items()}
+                )
+                grown[place] = tables
+            rows[place] = row._replace(token=token, tables=tables, left=row.left - 1, draw=row.draw._replace(seed=seed))
+            has_ended = token < 0 or token in row.ends or row.left <= 0
+            if (by_device and has_ended) or (not by_device and pair.number(3) == 0):
+                del rows[place]
                 changed[place] = None
-            elif kind == 1:
-                changed[place] = pair.row(min(row.tables.end + pair.number(400), MOST_TOKENS - 1))
-            follows = Row(token, row.tables.following(), row.draw._replace(seed=seed))
-            if follows.tables.start // follows.tables.block_tokens != row.tables.start // follows.tables.block_tokens:
-                changed.setdefault(place, pair.row(row.tables.end))  # it needs a page
-            rows[place] = changed.get(place, follows)
-        pair.one.follow(Moved(places, tokens, seeds), changed)
-        anew = [row or pair.row(0) for row in rows]
-        pair.other.fill(anew, SIZE)
-        fields = pair.other._host_fields(SIZE)
-        for place, row in enumerate(rows):
-            if row is None:
-                pair.other._put_padding(fields, slice(place, place + 1))
+            elif not by_device and pair.number(3) == 0:
+                position = min(row.tables.end + pair.number(400), MOST_TOKENS - 1)
+                changed[place] = rows[place] = pair.row(position)._replace(ends=random_ends(pair), left=2)
+        if by_device:
+            drawn = torch.full((SIZE,), 3)
+            drawn[places] = torch.tensor(tokens)
+            pair.one.advance(Moved(places, seeds, grown), drawn)
+            pair.one.retire(list(changed))
+        else:
+            pair.one.follow(Moved(places, seeds, grown), tokens, changed)
+        pair.expect(rows)
         pair.check()

@@ -172,13 +172,13 @@ class Cache:
             lease.forget_after(num_known)
         return step
 
-    def is_steady(self, lease: Lease) -> bool:
-        """Whether a step of one more token will have the tables of the step in flight, once that one is committed.
+    def follow_step(self, lease: Lease, tables: StepTables) -> StepTables | None:
+        """Tables for a step of one more token that runs before the step in flight, with `tables`, is committed.
 
-        Such a step needs no new page and writes all states in place. A caller may run it before it calls `commit` and
-        `extend`, if these follow without other calls in between.
+        It writes all states in place. `commit` and then `extend` must follow for this lease, one after the other, and
+        the device must run both steps, and what later calls ask of it, in order. None: commit the step first.
         """
-        return self._step_begin.is_steady(lease)
+        return self._step_begin.follow(lease, tables)
 
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +15,8 @@ import torch
 
 from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
-from hybridkv.engine.decoding.decoder import Decoded
 from hybridkv.engine.decoding.launched import Entry, Launched, LookAhead
-from hybridkv.engine.decoding.step_buffer import Moved, Row
+from hybridkv.engine.decoding.step_buffer import MAX_ENDS, Moved, Row
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.linking.handover import sampled_tokens
 from hybridkv.engine.linking.linking import Linking
@@ -25,6 +25,7 @@ from hybridkv.engine.request import Request, Sample
 from hybridkv.engine.results import Update
 from hybridkv.engine.runner import Runner, Work
 from hybridkv.engine.sampling import device_draw
+from hybridkv.engine.sampling.device_draw import Draw
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampled, Sampler
 from hybridkv.engine.sampling.sampling_state import SamplingState
@@ -33,6 +34,8 @@ from hybridkv.engine.streaming.store_traffic import Streaming
 from hybridkv.engine.text import TextStream, Tokenizer
 from hybridkv.errors import EngineError, RequestError
 from hybridkv.link.params import RemoteDecode, RemotePrefill
+
+LOG = logging.getLogger("hybridkv.engine")
 
 _MOST_FAILURES = 2
 """Failed steps in a row after which a request ends with an error."""
@@ -188,26 +191,31 @@ class EngineCore:
         if self.runner.decoder is None:
             return None
         entries = [
-            Entry(row, _last_token(lease), sample, lease, tables)
+            Entry(row, sample, lease, tables)
             for row, (sample, tables) in enumerate(scheduled)
             if (lease := sample.lease) is not None
         ]
         if not all(_decodes(one) for one in entries) or not self.runner.can_decode([one.tables for one in entries]):
             return None
         draws = self._sampler.draws([one.sample.row for one in entries])
-        rows = [Row(one.token, one.tables, draw) for one, draw in zip(entries, draws, strict=True)]
-        return self._submitted(self.runner.decode(rows), entries)
+        rows = [self._row(one, draw, self._tokens_left(one.sample)) for one, draw in zip(entries, draws, strict=True)]
+        return Launched(self.runner.decode(rows), entries)
 
-    def _submitted(self, decoded: Decoded, entries: Sequence[Entry]) -> Launched:
-        self.captured_steps += 1
-        self.computed_tokens += len(entries)
-        return Launched(decoded, entries)
+    def _row(self, one: Entry, draw: Draw, left: int) -> Row:
+        return Row(_last_token(one.lease), one.tables, draw, one.sample.row.ends, left)
+
+    def _tokens_left(self, sample: Sample) -> int:
+        return sample.tokens_left(self.limits.max_len(sample.request.params))
 
     def _finish(self, launched: Launched) -> list[Update]:
-        """Read the results of a decoding step, and submit the next one if nothing else is to be done."""
+        """Read the results of a decoding step. If nothing but decoding is to be done, submit the next one, too.
+
+        It is submitted before the results are read if the device needs nothing from them, else right after.
+        """
         entries = launched.entries
         with self._timed("schedule"):
-            ahead = self._look_ahead(entries)  # while the device works
+            ahead = self._look_ahead(entries)
+            following = self._begin_following(entries, ahead) if ahead is not None and ahead.is_free else None
         try:
             with self._timed("sample"):
                 rows, places = [one.sample.row for one in entries], [one.row for one in entries]
@@ -215,13 +223,19 @@ class EngineCore:
         except Exception as error:
             self._drop_aborted(entries)
             return self._failed([Scheduled(one.sample, one.tables) for one in entries if one.is_alive], error)
+        self.captured_steps += 1
+        self.computed_tokens += len(entries)
         self._ran()
         self._drop_aborted(entries)
         drawn = list(zip(entries, sampled, strict=True))
         with self._timed("commit"):
-            if ahead is not None:
-                return self._go_on_decoding(drawn, ahead)
-            return self._commit(*_parted([(one, token) for one, token in drawn if one.is_alive]))
+            if ahead is None or (ahead.is_free and following is None):
+                return self._commit(*_parted([(one, token) for one, token in drawn if one.is_alive]))
+            if self.streaming is not None:
+                self.streaming.end_step()
+            if following is not None:
+                return self._catch_up(drawn, ahead, following)
+            return self._follow(drawn, ahead)
 
     def _drop_aborted(self, entries: Sequence[Entry]) -> None:
         """Free the pages of samples that were aborted while the device worked for them."""
@@ -230,10 +244,7 @@ class EngineCore:
                 self.cache.commit(one.lease)
 
     def _look_ahead(self, entries: Sequence[Entry]) -> LookAhead | None:
-        """What is known of the next step before this one has ended. None unless it decodes samples of this one alone.
-
-        The next step of a steady sample has the tables of this one, unless its token ends it.
-        """
+        """What is known of the next step while this one runs. None unless it decodes samples of this one alone."""
         alive = [one for one in entries if one.is_alive]
         most = max((one.tables.end for one in alive), default=0)
         if not self.scheduler.only_runs(len(alive)) or not self.runner.can_decode_on(len(alive), most + 1):
@@ -241,51 +252,91 @@ class EngineCore:
         streaming = self.streaming
         if streaming is not None and any(streaming.dumps_after(one.sample, one.tables) for one in alive):
             return None
-        steady = {
-            one.row: one.tables.following()
-            for one in alive
-            if one.sample.may_go_on(self.limits.max_len(one.sample.request.params)) and self.cache.is_steady(one.lease)
-        }
+        following: dict[int, StepTables] = {}
+        grown: dict[int, StepTables] = {}
+        is_free = len(alive) == len(entries)
+        for row, sample, lease, tables in alive:
+            if sample.request.params.stops or not sample.row.is_plain or len(sample.row.ends) > MAX_ENDS:
+                is_free = False
+            if sample.request.params.stops or self._tokens_left(sample) <= 0:
+                continue
+            ahead = self.cache.follow_step(lease, tables)
+            if ahead is None:
+                is_free = False
+                continue
+            following[row] = ahead
+            if ahead.tables is not tables.tables:
+                grown[row] = ahead
         seeds = None
         if any(not one.sample.row.params.greedy for one in alive):
             seeds = self._sampler.draw_seeds([one.sample.row for one in entries], ahead=1)
-        return LookAhead(steady, seeds)
+        moved = Moved([one.row for one in entries], seeds, grown)
+        return LookAhead(following, moved, is_free and bool(following))
 
-    def _go_on_decoding(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead) -> list[Update]:
+    def _begin_following(self, entries: Sequence[Entry], ahead: LookAhead) -> Launched | None:
+        """Submit the next step before this one has ended. None if it cannot be submitted: all is committed first."""
+        try:
+            decoded = self.runner.decode_on(ahead.moved)
+        except Exception:
+            LOG.exception("a decoding step could not be submitted: it is prepared anew")
+            return None
+        self.steps += 1
+        going = [one._replace(tables=ahead.following[one.row]) for one in entries if one.row in ahead.following]
+        return Launched(decoded, going)
+
+    def _catch_up(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead, following: Launched) -> list[Update]:
+        """Commit a step while the next one runs. Samples that have ended are padding there."""
+        updates: list[Update] = []
+        ended: set[int] = set()
+        for one, token in drawn:
+            if one.row in ahead.following and not one.sample.ends_at(token):
+                updates += self._go_on_with(one, token, ahead.following[one.row])
+            else:
+                updates += self._commit(*_parted([(one, token)]))
+                ended.add(one.row)
+        assert self.runner.decoder is not None
+        self.runner.decoder.retire(sorted(ended))
+        entries = [one for one in following.entries if one.row not in ended]
+        if entries:
+            self._launched = following._replace(entries=entries)
+        return updates
+
+    def _follow(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead) -> list[Update]:
         """Submit the next decoding step, then commit this one while the next one runs.
 
-        Samples that are not steady, such as those that end here or need a page, are committed first.
+        Samples that end here, or whose next step cannot run before this one is committed, are committed first.
         """
-        if self.streaming is not None:
-            self.streaming.end_step()
         updates: list[Update] = []
         entries: list[Entry] = []
-        steady: list[tuple[Entry, Sampled]] = []
+        late: list[tuple[Entry, Sampled]] = []
         changed: dict[int, Row | None] = {}
         for one, token in drawn:
-            tables = ahead.steady.get(one.row)
+            tables = ahead.following.get(one.row)
             if tables is not None and not one.sample.ends_at(token):
-                steady.append((one, token))
-            else:
-                new, more = self._go_on_alone(one, token)
-                updates += more
-                changed[one.row] = new
-                if new is None:
-                    continue
-                tables = new.tables
-            entries.append(one._replace(token=token.token, tables=tables))
+                late.append((one, token))
+                entries.append(one._replace(tables=tables))
+                continue
+            following, more = self._go_on_alone(one, token)
+            updates += more
+            changed[one.row] = None
+            if following is not None:
+                entries.append(following)
+                [draw] = self._sampler.draws([one.sample.row])
+                changed[one.row] = self._row(following, draw, self._tokens_left(one.sample))
         if entries:
             try:
-                moved = Moved([one.row for one, _ in drawn], [token.token for _, token in drawn], ahead.seeds)
-                self._launched = self._submitted(self.runner.decode_on(moved, changed), entries)
+                tokens = [token.token for _, token in drawn]
+                self._launched = Launched(self.runner.decode_on(ahead.moved, tokens, changed), entries)
                 self.steps += 1
             except Exception as error:
-                updates += self._commit(*_parted(steady))
-                late = [one for one in entries if one.is_alive]
-                return updates + self._failed([Scheduled(one.sample, one.tables) for one in late], error)
-        return updates + [update for one, token in steady for update in self._catch_up(one, token)]
+                updates += self._commit(*_parted(late))
+                lost = [one for one in entries if one.is_alive]
+                return updates + self._failed([Scheduled(one.sample, one.tables) for one in lost], error)
+        return updates + [
+            update for one, token in late for update in self._go_on_with(one, token, ahead.following[one.row])
+        ]
 
-    def _go_on_alone(self, one: Entry, token: Sampled) -> tuple[Row | None, list[Update]]:
+    def _go_on_alone(self, one: Entry, token: Sampled) -> tuple[Entry | None, list[Update]]:
         """Commit a sample's step and begin its next one. None if there is none, or no room: the scheduler makes it."""
         if not one.is_alive:
             return None, []
@@ -294,17 +345,15 @@ class EngineCore:
         if sample.lease is None or sample.remaining != 1:
             return None, updates
         tables = self.cache.extend(one.lease, 1)
-        if isinstance(tables, NoRoom):
-            return None, updates
-        return Row(token.token, tables, *self._sampler.draws([sample.row])), updates
+        return (None if isinstance(tables, NoRoom) else one._replace(tables=tables)), updates
 
-    def _catch_up(self, one: Entry, token: Sampled) -> list[Update]:
+    def _go_on_with(self, one: Entry, token: Sampled, following: StepTables) -> list[Update]:
         """Commit a step whose successor already runs, and begin the successor."""
         sample, lease = one.sample, one.lease
         if self.cache.commit(lease, sampled=[token.token]) < one.tables.end:
             return []  # a page it read was bad: the successor's result is dropped, too
-        following = self.cache.extend(lease, 1)
-        if isinstance(following, NoRoom) or not _same_pages(one.tables, following):
+        given = self.cache.extend(lease, 1)
+        if isinstance(given, NoRoom) or not _same_pages(following, given):
             raise EngineError("the pages of a decoding step have changed while it ran: this is a bug")
         if one.tables.end >= sample.failed_at:
             sample.failures = sample.failed_at = 0
@@ -582,12 +631,11 @@ def _parted(drawn: Sequence[tuple[Entry, Sampled]]) -> tuple[list[Scheduled], li
     return scheduled, [[one.sample] for one, _ in drawn], [token for _, token in drawn]
 
 
-def _same_pages(before: StepTables, after: StepTables) -> bool:
-    """Whether the step after a decoding step writes to the same pages."""
-    last = before.end // before.block_tokens
-    return all(pages[last] == after.tables[name][last] for name, pages in before.tables.items()) and all(
-        segments[0].dst == after.segments[name][0].src == after.segments[name][0].dst
-        for name, segments in before.segments.items()
+def _same_pages(one: StepTables, other: StepTables) -> bool:
+    """Whether two tables of a decoding step write to the same pages."""
+    block = one.start // one.block_tokens
+    return one.segments == other.segments and all(
+        pages[block] == other.tables[name][block] for name, pages in one.tables.items()
     )
 
 

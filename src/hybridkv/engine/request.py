@@ -139,11 +139,11 @@ class Sample:
         if self.request.first_token_s is None:
             self.request.cached_tokens = min(position, self.request.prompt_tokens)
 
-    def may_go_on(self, max_model_len: int) -> bool:
-        """Whether the next token does not end the sample, if `ends_at` says so. False if its text has to be known."""
+    def tokens_left(self, max_model_len: int) -> int:
+        """Tokens that the sample may have after the next one."""
         count, params = len(self.token_ids) + 1, self.request.params
         most = max_model_len - self.request.prompt_tokens
-        return count < (most if params.max_tokens is None else min(most, params.max_tokens)) and not params.stops
+        return (most if params.max_tokens is None else min(most, params.max_tokens)) - count
 
     def ends_at(self, sampled: Sampled) -> bool:
         """Whether the token itself ends the sample."""

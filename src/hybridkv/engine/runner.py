@@ -104,10 +104,17 @@ class Runner:
         return self.decoder.start(rows)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def decode_on(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
-        """Submit the step after the last one, which `decode` or this has submitted: see `StepBuffer.follow`."""
+    def decode_on(
+        self, moved: Moved, tokens: Sequence[int] | None = None, changed: Mapping[int, Row | None] | None = None
+    ) -> Decoded:
+        """Submit the step after the last one. Without `tokens` the device takes those that it has drawn.
+
+        `changed`: rows that go on in other pages or not at all: see `StepBuffer.follow`.
+        """
         assert self.decoder is not None
-        return self.decoder.follow(moved, changed)
+        if tokens is None:
+            return self.decoder.advance(moved)
+        return self.decoder.follow(moved, tokens, changed or {})
 
     def can_decode(self, steps: Sequence[StepTables]) -> bool:
         """Whether `decode` runs a step of one token a row. Nothing may observe its layers."""

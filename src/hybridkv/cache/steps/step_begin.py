@@ -51,17 +51,24 @@ class StepBegin:
         tables = {name: table[:] for name, table in pages.named_tables.items()}  # copies: the lease's tables change
         return StepTables(start, end, self.block_tokens, tables, segments)
 
-    def is_steady(self, lease: Lease) -> bool:
-        """Whether `send_off` of one token, after the step in flight is accepted, would take no page."""
+    def follow(self, lease: Lease, tables: StepTables) -> StepTables | None:
+        """The tables that `send_off` of one token would give after the step in flight, with `tables`, is accepted.
+
+        If the token begins a block, the block is added now. None if the state in flight must be preserved, or if there
+        is no room.
+        """
         step, pages, ahead = lease.step, lease.pages, lease.plan.ahead
-        if step is None or step.poisoned is not None or lease.aborted:
-            return False
-        num_whole = step.end // self.block_tokens
-        if pages.named_tables and (num_whole > lease.leaf.end or num_whole >= pages.num_blocks):
-            return False  # `accept` publishes blocks, which may be shared then, or the next token begins a block
-        if ahead and ahead[0] <= step.end + 1:
-            return False
-        return not pages.states or True not in self._fresh_states(lease, may_cut=False)
+        if step is None or step.loaded_to or step.poisoned is not None or lease.aborted:
+            return None
+        if (ahead and ahead[0] <= step.end + 1) or (pages.states and True in self._fresh_states(lease, may_cut=False)):
+            return None
+        if not pages.named_tables or step.end < pages.num_blocks * self.block_tokens:
+            return tables.following()
+        if self.reclaimer.make_room(self.placement.needs(lease, 1, [False] * len(pages.states), 0)) is not None:
+            return None
+        self._add_blocks(lease, 1)
+        self.groups.run_operations()
+        return tables.following()._replace(tables={name: table[:] for name, table in pages.named_tables.items()})
 
     def send_off_load(self, lease: Lease, start: int, first: int, end: int) -> StepTables | NoRoom:
         """Begin a step that loads the tokens [start, first) and computes [first, end).

@@ -46,7 +46,7 @@ class StepTables(NamedTuple):
     """The pages of tokens before `start` that the caller fills, if any."""
 
     def following(self) -> StepTables:
-        """The tables of a step of one more token that takes no page and writes states in place. See `is_steady`."""
+        """The tables of a step of one more token that takes no page and writes states in place."""
         start, end = self.end, self.end + 1
         segments = {name: [Segment(start, end, parts[-1].dst, parts[-1].dst)] for name, parts in self.segments.items()}
         return StepTables(start, end, self.block_tokens, self.tables, segments)

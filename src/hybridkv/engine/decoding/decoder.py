@@ -30,13 +30,38 @@ Forward = Callable[[RowViews], Tensor]
 """Runs the model on the rows in the buffer: logits `[B, vocab]`."""
 
 
+class DrawnTokens:
+    """The tokens that a step has drawn, on their way to the host."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._count = 0
+
+    def take(self, tokens: Tensor) -> DrawnTokens:
+        """Copy them when the device has drawn them. It may go on to the next step then."""
+        self._count = len(tokens)
+        self._host[: self._count].copy_(tokens, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        return self
+
+    def tolist(self) -> list[int]:
+        """Wait for the tokens."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens: list[int] = self._host[: self._count].tolist()
+        return tokens
+
+
 class Decoded(NamedTuple):
     """What a step computes, on the device; it may still be running."""
 
     logits: Tensor
     """[rows, vocab]. Valid until the next step."""
-    tokens: Tensor
-    """[rows], int64: drawn as each row's `draw` says; -1 if the logits are unusable."""
+    tokens: DrawnTokens
+    """By row: drawn as each row's `draw` says; -1 if the logits are unusable. Valid until the step after the next."""
 
 
 class _Kind(NamedTuple):
@@ -65,7 +90,8 @@ class Decoder:
         self._draws: dict[tuple[int, _Kind], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=buffer.device)
-        self._num_rows, self._kind = 0, _KINDS[0]
+        self._num_rows, self._kind, self._turn = 0, _KINDS[0], 0
+        self._drawn = [DrawnTokens(self.sizes[-1], buffer.device) for _ in range(2)]
         self.graph_bytes = 0
         """Memory that the graphs hold, besides weights and arena."""
 
@@ -84,10 +110,19 @@ class Decoder:
         size = self._buffer.size
         return num_rows > 0 and self._size(num_rows) == size and self._buffer.fits(num_tokens, size)
 
-    def follow(self, moved: Moved, changed: Mapping[int, Row | None]) -> Decoded:
+    def follow(self, moved: Moved, tokens: Sequence[int], changed: Mapping[int, Row | None]) -> Decoded:
         """Submit the step after the last one: see `StepBuffer.follow`. Rows keep their places."""
-        self._buffer.follow(moved, changed)
+        self._buffer.follow(moved, tokens, changed)
         return self._submit()
+
+    def advance(self, moved: Moved) -> Decoded:
+        """Submit the step after the last one before its tokens are known: see `StepBuffer.advance`."""
+        self._buffer.advance(moved, self._tokens)
+        return self._submit()
+
+    def retire(self, rows: Sequence[int]) -> None:
+        """Note that rows have ended on the device: see `StepBuffer.advance`."""
+        self._buffer.retire(rows)
 
     def _submit(self) -> Decoded:
         size = self._buffer.size
@@ -98,7 +133,8 @@ class Decoder:
             self._run(size)
             self._draw(size, self._kind)
         assert self._logits is not None
-        return Decoded(self._logits[: self._num_rows], self._tokens[: self._num_rows])
+        self._turn = 1 - self._turn
+        return Decoded(self._logits[: self._num_rows], self._drawn[self._turn].take(self._tokens[: self._num_rows]))
 
     def capture(self) -> None:
         """Capture the graphs, largest first: the smaller ones then use the same memory."""
@@ -108,6 +144,7 @@ class Decoder:
             for size in tqdm(self.sizes[::-1], desc="Capturing decoding steps", leave=False):
                 self._buffer.pad(size)
                 self._models[size] = _captured(lambda size=size: self._run(size), pool)  # type: ignore[misc]
+                self._buffer.advance(Moved([], None, {}), self._tokens)  # compiles it
                 for kind in _KINDS:
                     self._draws[size, kind] = _captured(lambda size=size, kind=kind: self._draw(size, kind), pool)  # type: ignore[misc]
         except BaseException:

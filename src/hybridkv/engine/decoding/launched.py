@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hybridkv.cache import Lease, StepTables
 from hybridkv.engine.decoding.decoder import Decoded
+from hybridkv.engine.decoding.step_buffer import Moved
 from hybridkv.engine.request import Sample
 
 
@@ -18,8 +16,6 @@ class Entry(NamedTuple):
 
     row: int
     """Rows that have ended leave gaps."""
-    token: int
-    """The token that the step computes."""
     sample: Sample
     lease: Lease
     """The sample's lease when the step began. The sample may have been aborted since."""
@@ -39,7 +35,8 @@ class Launched(NamedTuple):
 class LookAhead(NamedTuple):
     """What is known of the step after a decoding step before that one's tokens are known."""
 
-    steady: Mapping[int, StepTables]
-    """By row: the tables of samples that go on in the same pages, unless their token ends them."""
-    seeds: npt.NDArray[np.uint64] | None
-    """Of the draws, by entry. None if all are greedy."""
+    following: Mapping[int, StepTables]
+    """By row: tables of samples whose next step may run before this one is committed, unless their token ends them."""
+    moved: Moved
+    is_free: bool
+    """Whether the device can begin the next step by itself: it knows which tokens end a row, and no more is needed."""

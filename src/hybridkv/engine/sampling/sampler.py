@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,14 @@ from hybridkv.engine.sampling.sampling_state import SamplingState
 
 FINEST = 2**-25
 """Half the step of uniform float32 numbers."""
+
+
+_UNUSABLE = "logits are NaN or infinite: the model's output is unusable at this position"
+
+
+class DrawnTokens(Protocol):
+    def tolist(self) -> list[int]:
+        """Wait for the tokens of a step. -1: its logits are unusable."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -97,15 +105,15 @@ class Sampler:
         ]
 
     def collect(
-        self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState], places: Sequence[int]
+        self, logits: Tensor, tokens: DrawnTokens, rows: Sequence[SamplingState], places: Sequence[int]
     ) -> list[Sampled]:
         """The results of a decoding step that drew `tokens` itself. It waits for the device. `places`: of the rows.
 
-        Rows that are not plain are sampled now. So are the others then, with the same result.
+        Rows that are not plain are sampled now, from the logits. So are the others then, with the same result.
         """
         if all(row.is_plain for row in rows):
             drawn = tokens.tolist()
-            return [_result(drawn[place], logits, place) for place in places]
+            return [Sampled(drawn[place], error=None if drawn[place] >= 0 else _UNUSABLE) for place in places]
         return self.sample(logits if len(places) == len(logits) else logits[places], rows)
 
     def draw_seeds(self, rows: Sequence[SamplingState], ahead: int = 0) -> npt.NDArray[np.uint64]:
@@ -231,16 +239,15 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingState]) -> 
 
 def _results(tokens: Tensor, logits: Tensor, logprobs: dict[int, TokenLogprobs]) -> list[Sampled]:
     """Results on the host. For rows without logprobs this is the only transfer from the device."""
-    return [_result(token, logits, index, logprobs.get(index)) for index, token in enumerate(tokens.tolist())]
-
-
-def _result(token: int, logits: Tensor, index: int, logprobs: TokenLogprobs | None = None) -> Sampled:
-    return Sampled(token, logprobs) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
+    return [
+        Sampled(token, logprobs.get(index)) if token >= 0 else Sampled(-1, error=_reason(logits[index]))
+        for index, token in enumerate(tokens.tolist())
+    ]
 
 
 def _reason(logits: Tensor) -> str:
     # logits: [V]
     bad = int((logits.isnan() | (logits == torch.inf)).sum())
     if bad:
-        return f"{bad} of {len(logits)} logits are NaN or infinite: the model's output is unusable at this position"
+        return f"{bad} of {len(logits)} {_UNUSABLE}"
     return "every token is banned: allow some by logit_bias, min_tokens or the ids that end the reply"

@@ -7,6 +7,7 @@ as their result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,3 +36,23 @@ class DecodeStates:
     """[B], int32; -1 for padding. The null page, 0, is a zero state."""
     dst: Tensor
     """[B], int32; -1 for padding."""
+
+
+class StepNumbers(NamedTuple):
+    """Numbers of a decoding step of B rows that the next step changes. Each is `[B]`, unless it says otherwise."""
+
+    tokens: Tensor
+    positions: Tensor
+    shifts: Tensor
+    """Position minus index of the row."""
+    seeds: Tensor
+    next_seeds: Tensor
+    places: Tensor
+    """int32: the position, or -1 for padding."""
+    left: Tensor
+    """int32: steps that may follow."""
+    ends: Tensor
+    """int32, `[B, E]`: tokens that end the row; -1 for none."""
+    src: Tensor
+    """int32, `[states, B]`"""
+    dst: Tensor
