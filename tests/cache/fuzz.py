@@ -305,6 +305,8 @@ class Fuzz:
         self.sim.run(lease, ahead)
         lease.forget_after(end)
         assert self.cache.commit(lease, sampled=[token]) == end
+        if self.naive is not None:
+            self.naive.computed(lease.root_key, lease.tokens, end)
         given = self.cache.extend(lease, 1)
         self.sim.run_operations()
         assert isinstance(given, StepTables)

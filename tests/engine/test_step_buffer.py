@@ -19,6 +19,7 @@ from hybridkv.kernels.spans import PADDED
 from tests.engine.drive import Driver
 from tests.engine.zoo import build
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, MOST_TOKENS = 6, 1200
 
 
@@ -32,7 +33,7 @@ class Pair:
 
     def buffer(self) -> StepBuffer:
         keys = self.driver.runner._tables.state_keys
-        return StepBuffer(self.driver.layout, keys, torch.device("cpu"), max_rows=SIZE, max_tokens=MOST_TOKENS)
+        return StepBuffer(self.driver.layout, keys, DEVICE, max_rows=SIZE, max_tokens=MOST_TOKENS)
 
     def number(self, most: int) -> int:
         return self.data.draw(st.integers(0, most))
@@ -132,8 +133,8 @@ def test_following_is_writing_anew(family: str, data: st.DataObject) -> None:
                 position = min(row.tables.end + pair.number(400), MOST_TOKENS - 1)
                 changed[place] = rows[place] = pair.row(position)._replace(ends=random_ends(pair), left=2)
         if by_device:
-            drawn = torch.full((SIZE,), 3)
-            drawn[places] = torch.tensor(tokens)
+            drawn = torch.full((SIZE,), 3, device=DEVICE)
+            drawn[places] = torch.tensor(tokens, device=DEVICE)
             pair.one.advance(Moved(places, seeds, grown), drawn)
             pair.one.retire(list(changed))
         else:

@@ -21,7 +21,10 @@ def advance(numbers: StepNumbers, drawn: Tensor) -> None:
     size = len(numbers.places)
     num_states, state_stride = len(numbers.src), numbers.src.stride(0)
     _advance_kernel[(1,)](
-        drawn, *numbers, size, state_stride, num_states, PADDED, most_ends=numbers.ends.shape[1], block=pow2(size)
+        *(drawn, *numbers, size, state_stride, num_states, PADDED),
+        most_ends=numbers.ends.shape[1],
+        block=pow2(size),
+        num_warps=1,
     )
 
 
