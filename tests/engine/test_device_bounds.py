@@ -45,7 +45,8 @@ FEW = [ALL[2], ALL[4], ALL[7], ALL[8]]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(device_draw, "_PART_TOKENS", 1024)
+        monkeypatch.setattr(device_draw, "_CHUNK_TOKENS", 512)
+        monkeypatch.setattr(device_draw, "_PART_CHUNKS", 2)
 
 
 def found(logits: Tensor, params: list[SamplingParams]) -> list[int]:
@@ -118,7 +119,7 @@ def test_how_a_row_is_narrowed_does_not_matter(
     assert found(logits, params) == expected
 
 
-@pytest.mark.parametrize("vocab", [2, 1023, 1024, 1025])
+@pytest.mark.parametrize("vocab", [2, 511, 512, 513, 1024, 1025])
 def test_vocabularies_beside_the_size_of_a_part(vocab: int) -> None:
     logits = make_logits(2, vocab)
     kept = [

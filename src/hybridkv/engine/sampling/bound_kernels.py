@@ -29,12 +29,12 @@ _OCTAVES: Any = tl.constexpr(12)
 """The thresholds of the first pass: 2^-3, octaves above it, and infinity."""
 _FLOOR: Any = tl.constexpr((127 - 11) << 23)
 """Later passes have no thresholds below it: few rows need them, and bits are no good measure of distance near 0."""
-_MAX_PART: Any = tl.constexpr(2048)
+_MAX_CHUNK: Any = tl.constexpr(2048)
 _MASS_BITS: Any = tl.constexpr(52)
 _ONE_TOKEN: Any = tl.constexpr(1 << 52)
 _MASSES: Any = tl.constexpr((1 << 52) - 1)
 _COUNTS: Any = tl.constexpr((1 << 12) - 1)
-"""A part's count and mass are summed as one 64-bit integer: up to 2048 tokens have 52 bits of mass, 12 of count."""
+"""A chunk's count and mass are summed as one 64-bit integer: up to 2048 tokens have 52 bits of mass, 12 of count."""
 
 
 @triton.jit
@@ -106,20 +106,21 @@ def _interval(
     has_both = by_count & by_mass
     index = tl.arange(0, THRESHOLDS)
     for n in tl.static_range(DONE):
-        if (num_candidates > CANDIDATES) | (n == 0):
-            at = sums + (row * PASSES + n) * 2 * THRESHOLDS + index
-            counts, masses = tl.load(at), tl.load(at + THRESHOLDS)
-            if n == 0:
-                target = tl.where(by_count, target, _share(tl.max(masses, axis=0), top_p))
-            thresholds = _threshold(lower, upper, index, n, THRESHOLDS)
-            is_short = tl.where(by_count, counts, masses) < target
-            upper = tl.minimum(upper, tl.min(tl.where(is_short, _INFINITE, thresholds), axis=0))
-            lower = tl.maximum(lower, tl.max(tl.where(is_short, thresholds, -1), axis=0))
-            count_within = tl.minimum(count_within, tl.min(tl.where(is_short, VOCAB, counts), axis=0))
-            if not has_both:
-                count = tl.maximum(count, tl.max(tl.where(is_short, counts, 0), axis=0))
-                mass = tl.maximum(mass, tl.max(tl.where(is_short, masses, 0), axis=0))
-            num_candidates = count_within - count
+        at = sums + (row * PASSES + n) * 2 * THRESHOLDS + index
+        counts, masses = tl.load(at), tl.load(at + THRESHOLDS)
+        if n == 0:
+            target = tl.where(by_count, target, _share(tl.max(masses, axis=0), top_p))
+        thresholds = _threshold(lower, upper, index, n, THRESHOLDS)
+        is_summed = (num_candidates > CANDIDATES) | (n == 0)
+        reaches = tl.where(by_count, counts, masses) >= target
+        is_short, reaches = is_summed & (reaches == 0), is_summed & reaches
+        lower = tl.maximum(lower, tl.max(tl.where(is_short, thresholds, -1), axis=0))
+        upper = tl.minimum(upper, tl.min(tl.where(reaches, thresholds, _INFINITE), axis=0))
+        count_within = tl.minimum(count_within, tl.min(tl.where(reaches, counts, VOCAB), axis=0))
+        is_before = is_short & (has_both == 0)
+        count = tl.maximum(count, tl.max(tl.where(is_before, counts, 0), axis=0))
+        mass = tl.maximum(mass, tl.max(tl.where(is_before, masses, 0), axis=0))
+        num_candidates = count_within - count
     return lower, upper, target, tl.where(has_both, -1, lower), num_candidates, count, mass
 
 
@@ -137,13 +138,14 @@ def narrow_kernel(
     PASSES: tl.constexpr,  # noqa: N803
     THRESHOLDS: tl.constexpr,  # noqa: N803
     CANDIDATES: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    CHUNKS: tl.constexpr,  # noqa: N803
 ):
-    """One program for each row and each part of PART tokens. Adds to the `sums` of this pass; they start at 0.
+    """One program for each row and each part of CHUNKS * CHUNK tokens.
 
-    Rows that have few candidates already are left alone.
+    Adds to the `sums` of this pass, which start at 0. Rows that have few candidates already are left alone.
     """
-    tl.static_assert(PART <= _MAX_PART)
+    tl.static_assert(CHUNK <= _MAX_CHUNK)
     row, part = tl.program_id(0), tl.program_id(1)
     by_count, by_mass, top, temperature, top_k, top_p = _filters(row, VOCAB, tops, temperatures, top_ks, top_ps)
     if by_count | by_mass:
@@ -151,18 +153,23 @@ def narrow_kernel(
             sums, row, by_count, by_mass, top_k, top_p, VOCAB, PASS, PASSES, THRESHOLDS, CANDIDATES
         )
         if (num_candidates > CANDIDATES) | (PASS == 0):
-            tokens = part * PART + tl.arange(0, PART)
-            gaps = gaps_of(logits + row.to(tl.int64) * row_stride, tokens, VOCAB, top, temperature)
-            bits = gaps.to(tl.int32, bitcast=True)
-            weights = tl.where(tokens < VOCAB, _mass(gaps) + _ONE_TOKEN, 0)
+            logits += row.to(tl.int64) * row_stride
             index = tl.arange(0, THRESHOLDS)
-            packed = tl.zeros([THRESHOLDS], tl.int64)
-            for n in tl.static_range(THRESHOLDS):
-                threshold = _threshold(lower, upper, n, PASS, THRESHOLDS)
-                packed = tl.where(index == n, tl.sum(tl.where(bits <= threshold, weights, 0), axis=0), packed)
+            counts, masses = tl.zeros([THRESHOLDS], tl.int64), tl.zeros([THRESHOLDS], tl.int64)
+            for chunk in range(CHUNKS):
+                tokens = (part * CHUNKS + chunk) * CHUNK + tl.arange(0, CHUNK)
+                gaps = gaps_of(logits, tokens, VOCAB, top, temperature)
+                bits = gaps.to(tl.int32, bitcast=True)
+                weights = tl.where(tokens < VOCAB, _mass(gaps) + _ONE_TOKEN, 0)
+                packed = tl.zeros([THRESHOLDS], tl.int64)
+                for n in tl.static_range(THRESHOLDS):
+                    threshold = _threshold(lower, upper, n, PASS, THRESHOLDS)
+                    packed = tl.where(index == n, tl.sum(tl.where(bits <= threshold, weights, 0), axis=0), packed)
+                counts += (packed >> _MASS_BITS) & _COUNTS
+                masses += packed & _MASSES
             at = sums + (row * PASSES + PASS) * 2 * THRESHOLDS + index
-            tl.atomic_add(at, (packed >> _MASS_BITS) & _COUNTS, sem="relaxed")
-            tl.atomic_add(at + THRESHOLDS, packed & _MASSES, sem="relaxed")
+            tl.atomic_add(at, counts, sem="relaxed")
+            tl.atomic_add(at + THRESHOLDS, masses, sem="relaxed")
 
 
 @triton.jit
@@ -180,9 +187,10 @@ def gather_kernel(
     PASSES: tl.constexpr,  # noqa: N803
     THRESHOLDS: tl.constexpr,  # noqa: N803
     CANDIDATES: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    CHUNKS: tl.constexpr,  # noqa: N803
 ):
-    """One program for each row and each part of PART tokens.
+    """One program for each row and each part of CHUNKS * CHUNK tokens.
 
     cursors: [B], start at 0. candidates: [B, CANDIDATES]: logits, in no certain order.
     """
@@ -194,15 +202,17 @@ def gather_kernel(
         )
         if num_candidates <= CANDIDATES:
             logits += row.to(tl.int64) * row_stride
-            tokens = part * PART + tl.arange(0, PART)
-            bits = gaps_of(logits, tokens, VOCAB, top, temperature).to(tl.int32, bitcast=True)
-            inside = (bits > above) & (bits <= upper) & (tokens < VOCAB)
-            count = tl.sum(inside.to(tl.int32), axis=0)
-            if count > 0:
-                start = tl.atomic_add(cursors + row, count.to(tl.int64), sem="relaxed")
-                slots = start + tl.cumsum(inside.to(tl.int32), axis=0) - 1
-                values = tl.load(logits + tokens, mask=inside)
-                tl.store(candidates + row.to(tl.int64) * CANDIDATES + slots, values, mask=inside & (slots < CANDIDATES))
+            for chunk in range(CHUNKS):
+                tokens = (part * CHUNKS + chunk) * CHUNK + tl.arange(0, CHUNK)
+                bits = gaps_of(logits, tokens, VOCAB, top, temperature).to(tl.int32, bitcast=True)
+                inside = (bits > above) & (bits <= upper) & (tokens < VOCAB)
+                count = tl.sum(inside.to(tl.int32), axis=0)
+                if count > 0:
+                    start = tl.atomic_add(cursors + row, count.to(tl.int64), sem="relaxed")
+                    slots = start + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+                    values = tl.load(logits + tokens, mask=inside)
+                    at = candidates + row.to(tl.int64) * CANDIDATES + slots
+                    tl.store(at, values, mask=inside & (slots < CANDIDATES))
 
 
 @triton.jit

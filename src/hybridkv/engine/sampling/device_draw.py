@@ -23,8 +23,11 @@ _NARROW_PASSES = 4
 """How often `find_bounds` narrows where the bounds are. Rows that have few candidates earlier skip the rest."""
 _THRESHOLDS = 8
 """Sums of one pass; a power of two. Each pass but the first narrows by a factor of one more."""
-_PART_TOKENS = 2048
+_CHUNK_TOKENS = 2048
+"""At most 2048, because of how `narrow_kernel` sums."""
+_PART_CHUNKS = 4
 _PART_WARPS = 4
+"""One program reads a part of a row, chunk by chunk."""
 _CANDIDATES = 4096
 """At most so many logits of a row are bisected in registers; a row with more is read once for each bit left."""
 _BLOCK_TOKENS = 4096
@@ -134,11 +137,11 @@ def find_bounds(logits: Tensor, top: Tensor, params: PlainParams) -> Tensor:
     bounds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     row = (logits, logits.stride(0), vocab_size, top, params.temperature, params.top_k, params.top_p, sums)
     sizes = {"PASSES": _NARROW_PASSES, "THRESHOLDS": _THRESHOLDS, "CANDIDATES": _CANDIDATES}
-    part = min(_PART_TOKENS, _power_of_two(vocab_size))
-    parts = (num_rows, -(-vocab_size // part))
+    part = {"CHUNK": min(_CHUNK_TOKENS, _power_of_two(vocab_size)), "CHUNKS": _PART_CHUNKS}
+    parts = (num_rows, -(-vocab_size // (part["CHUNK"] * _PART_CHUNKS)))
     for number in range(_NARROW_PASSES):
-        kernels.narrow_kernel[parts](*row, PASS=number, **sizes, PART=part, num_warps=_PART_WARPS)
-    kernels.gather_kernel[parts](*row, cursors, candidates, **sizes, PART=part, num_warps=_PART_WARPS)
+        kernels.narrow_kernel[parts](*row, PASS=number, **sizes, **part, num_warps=_PART_WARPS)
+    kernels.gather_kernel[parts](*row, cursors, candidates, **sizes, **part, num_warps=_PART_WARPS)
     block = min(_BLOCK_TOKENS, _power_of_two(vocab_size))
     kernels.bound_kernel[(num_rows,)](*row, candidates, bounds, **sizes, BLOCK=block, num_warps=_BOUND_WARPS)
     return bounds
