@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine.sampling import device_draw
-from hybridkv.engine.sampling.device_draw import PlainParams, are_drawn, are_filtered, draw_plain, pack
+from hybridkv.engine.sampling.device_draw import PlainParams, are_drawn, are_filtered, draw_plain, find_bounds, pack
 from hybridkv.engine.sampling.filters import thresholds
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampler
@@ -28,7 +28,6 @@ draw_kernels = pytest.importorskip("hybridkv.engine.sampling.draw_kernels")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 VOCABS = [33, 5000, 50_000, 262_144] if ON_GPU else [33, 5000]
-BLOCK = 256 if ON_GPU else 8192
 
 
 def draw(logits: Tensor, params: list[SamplingParams], seeds: list[int] | None = None) -> list[int]:
@@ -41,11 +40,9 @@ def draw(logits: Tensor, params: list[SamplingParams], seeds: list[int] | None =
 
 def bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """The largest gap that each row keeps."""
-    found = torch.empty(len(params), dtype=torch.int32, device=DEVICE)
     packed = PlainParams.over(torch.from_numpy(pack(params, [0] * len(params))).to(DEVICE))
     logits = logits.to(DEVICE)
-    row = (logits, logits.stride(0), logits.shape[1], logits.amax(dim=-1), packed.temperature)
-    draw_kernels.bound_kernel[(len(params),)](*row, packed.top_k, packed.top_p, found, BLOCK=BLOCK)
+    found = find_bounds(logits, logits.amax(dim=-1).float(), packed)
     return found.view(torch.float32).cpu()
 
 

@@ -87,7 +87,8 @@ def compile_states() -> None:
 def compile_draws() -> None:
     ones, ints = torch.ones(ROWS), torch.zeros(ROWS, dtype=torch.int32)
     params = PlainParams(ones, ints, ones, torch.zeros(ROWS, dtype=torch.int64))
-    draw_plain(torch.zeros(ROWS, 4096, dtype=BF16), params, filtered=True, drawn=True)
+    for dtype in (BF16, torch.float32):
+        draw_plain(torch.zeros(ROWS, 151_936, dtype=dtype), params, filtered=True, drawn=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,19 @@ from hybridkv.engine.sampling.params import SamplingParams
 
 _WORDS = 5
 """32-bit words of one row's parameters."""
+_NARROW_PASSES = 4
+"""How often `find_bounds` narrows where the bounds are. Rows that have few candidates earlier skip the rest."""
+_THRESHOLDS = 8
+"""Sums of one pass; a power of two. Each pass but the first narrows by a factor of one more."""
+_CHUNK_TOKENS = 2048
+"""At most 2048, because of how `narrow_kernel` sums."""
+_PART_CHUNKS = 4
+_PART_WARPS = 4
+"""One program reads a part of a row, chunk by chunk."""
+_CANDIDATES = 4096
+"""At most so many logits of a row are bisected in registers; a row with more is read once for each bit left."""
 _BLOCK_TOKENS = 4096
+_BOUND_WARPS = 8
 _LANES = 1024
 """Counters of the random generator in one part of a row. The numbers of a seed depend on it: do not change it."""
 
@@ -99,11 +111,7 @@ def draw_plain(logits: Tensor, params: PlainParams, *, filtered: bool, drawn: bo
     num_rows, vocab_size = logits.shape
     logits, top = logits if logits.stride(1) == 1 else logits.contiguous(), top.float()
     row = (logits, logits.stride(0), vocab_size, top, params.temperature)
-    bounds = top  # not read without filters
-    if filtered:
-        bounds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-        block = min(_BLOCK_TOKENS, _power_of_two(vocab_size))
-        kernels.bound_kernel[(num_rows,)](*row, params.top_k, params.top_p, bounds, BLOCK=block, num_warps=8)
+    bounds = find_bounds(logits, top, params) if filtered else top  # not read without filters
     num_parts = -(-vocab_size // (4 * _LANES))
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     winners = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
@@ -115,6 +123,28 @@ def draw_plain(logits: Tensor, params: PlainParams, *, filtered: bool, drawn: bo
         top, params.temperature, best, winners, tokens, num_parts, PARTS=parts, num_warps=1
     )
     return tokens
+
+
+def find_bounds(logits: Tensor, top: Tensor, params: PlainParams) -> Tensor:
+    """The bits of the largest gap that each row keeps."""
+    # logits: [B, V], top: [B], float32 -> [B], int32
+    from hybridkv.engine.sampling import bound_kernels as kernels
+
+    num_rows, vocab_size = logits.shape
+    zeros = torch.zeros(num_rows * (_NARROW_PASSES * 2 * _THRESHOLDS + 1), dtype=torch.int64, device=logits.device)
+    sums, cursors = zeros[:-num_rows], zeros[-num_rows:]
+    candidates = logits.new_empty(num_rows, _CANDIDATES)
+    bounds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    row = (logits, logits.stride(0), vocab_size, top, params.temperature, params.top_k, params.top_p, sums)
+    sizes = {"PASSES": _NARROW_PASSES, "THRESHOLDS": _THRESHOLDS, "CANDIDATES": _CANDIDATES}
+    part = {"CHUNK": min(_CHUNK_TOKENS, _power_of_two(vocab_size)), "CHUNKS": _PART_CHUNKS}
+    parts = (num_rows, -(-vocab_size // (part["CHUNK"] * _PART_CHUNKS)))
+    for number in range(_NARROW_PASSES):
+        kernels.narrow_kernel[parts](*row, PASS=number, **sizes, **part, num_warps=_PART_WARPS)
+    kernels.gather_kernel[parts](*row, cursors, candidates, **sizes, **part, num_warps=_PART_WARPS)
+    block = min(_BLOCK_TOKENS, _power_of_two(vocab_size))
+    kernels.bound_kernel[(num_rows,)](*row, candidates, bounds, **sizes, BLOCK=block, num_warps=_BOUND_WARPS)
+    return bounds
 
 
 def _power_of_two(number: int) -> int:
