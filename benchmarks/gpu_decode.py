@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -261,6 +262,7 @@ def main() -> None:
         parser.error(f"--models {unknown[0]}: choose some of {', '.join(SHAPES)}")
     if args.device == "cpu" and not args.quick:
         parser.error("there is no GPU: --quick runs tiny models on a CPU")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # how long capturing takes
     device = torch.device(args.device)
     speeds = Bandwidths.measure(device)
     report: dict[str, Any] = {

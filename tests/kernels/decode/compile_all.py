@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from hybridkv.engine.sampling.device_draw import PlainParams, draw_plain
 from hybridkv.kernels.decode import attention, conv, delta, latent, lightning, mamba
-from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
+from hybridkv.kernels.decode.advance import advance
+from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens, StepNumbers
 from hybridkv.sight import Sight
 
 ROWS = 4
@@ -91,9 +92,16 @@ def compile_draws() -> None:
         draw_plain(torch.zeros(ROWS, 151_936, dtype=dtype), params, filtered=True, drawn=True)
 
 
+def compile_advance() -> None:
+    longs, ints = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int32)
+    pages, ends = torch.zeros(2, ROWS, dtype=torch.int32), torch.zeros(ROWS, 8, dtype=torch.int32)
+    advance(StepNumbers(longs, longs, longs, longs, longs, ints, ints, ends, pages, pages), longs)
+
+
 if __name__ == "__main__":
     driver.set_active(NoDriver())
     JITFunction.run = compile_only(JITFunction.run)
+    compile_advance()
     compile_draws()
     compile_states()
     compile_attention()
