@@ -89,8 +89,8 @@ def measure_model(name: str, args: argparse.Namespace, speeds: Bandwidths) -> di
 def measure_case(
     core: EngineCore, loaded: LoadedModel, num_requests: int, num_tokens: int, steps: int, speeds: Bandwidths
 ) -> dict[str, Any]:
-    # Prompts that are ready early decode while others are not: as many steps again, with room to spare.
-    reply_tokens = WARM_STEPS + steps + PROFILED_STEPS + num_requests + BLOCK_TOKENS
+    # Prompts that are ready early decode while others are not: many more steps, with room to spare.
+    reply_tokens = WARM_STEPS + steps + PROFILED_STEPS + 4 * num_requests + BLOCK_TOKENS
     if num_tokens + reply_tokens > MAX_TOKENS:
         raise CaseError(f"prompts of {num_tokens} tokens: choose at most {MAX_TOKENS - reply_tokens}")
     most = core.runner.memory.plan.max_requests(num_tokens + reply_tokens)

@@ -68,7 +68,7 @@ def test_every_option_is_listed_with_its_default() -> None:
     found = {
         name: parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
         for parameter in command.commands["serve"].params
-        for name in parameter.opts
+        for name in (*parameter.opts, *parameter.secondary_opts)
         if name.startswith("--") and name != "--help"
     }
     listed: dict[str, str] = {}
@@ -78,7 +78,7 @@ def test_every_option_is_listed_with_its_default() -> None:
         listed.update(zip(names, values * len(names) if len(values) < len(names) else values, strict=False))
     assert set(listed) == set(found)
     for name, default in found.items():
-        assert default in (None, False) or listed[name] == str(default), name
+        assert default in (None, False) or listed[name] == ("yes" if default is True else str(default)), name
 
 
 def test_defaults_that_the_command_only_shows_are_those_of_the_directory() -> None:
