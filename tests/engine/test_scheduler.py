@@ -169,6 +169,31 @@ def test_a_forward_pass_that_always_fails_ends_in_errors_not_in_a_loop(monkeypat
     assert not any(driver.cache.pages_in_use().values())
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("failing", [1, 3, 7])
+def test_a_decoding_step_whose_tokens_cannot_be_read_is_computed_again(
+    family: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after it may have begun: its results are dropped."""
+    driver = Driver(build(family), decodes="packed")
+    collect, calls = driver.core._sampler.collect, itertools.count(1)
+
+    def fails(*args: Any) -> Any:
+        if next(calls) == failing:
+            raise RuntimeError("the device hiccuped")
+        return collect(*args)
+
+    monkeypatch.setattr(driver.core._sampler, "collect", fails)
+    driver.add("a", prompt(23, 1), replace(GREEDY, max_tokens=14))
+    driver.add("b", prompt(11, 2), replace(GREEDY, max_tokens=14))
+    driver.run()
+    assert next(calls) > failing
+    for name in ("a", "b"):
+        assert driver.results[name].finish_reason == "length"
+        assert len(driver.results[name].token_ids) == 14
+        check_greedy(driver, name)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("failing", [1, 2, 5, 9])
 def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
