@@ -109,7 +109,7 @@ class PackedDecoder(Decoder):
 
     def _move(self, place: int, token: int, moved: Moved) -> None:
         row = self._rows[place]
-        tables = moved.grown.get(place, row.tables.following())
+        tables = moved.changed.get(place, row.tables.following())
         self._rows[place] = row._replace(token=token, tables=tables, left=row.left - 1)
 
     def _submit(self) -> Decoded:

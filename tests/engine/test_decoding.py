@@ -85,6 +85,16 @@ def test_arrivals_aborts_and_samples() -> None:
     assert not any(driver.cache.pages_in_use().values())
 
 
+def test_equal_replies_share_the_blocks_that_they_compute() -> None:
+    """The page that one of them gives up is soon another's: steps that follow must not read it any more."""
+    driver = decoding("llama", max_num_seqs=4)
+    for number in range(2):
+        driver.add(str(number), prompt(29, 1), replace(GREEDY, max_tokens=24))
+    driver.add("other", prompt(27, 2), replace(GREEDY, max_tokens=24))
+    ends_well(driver)
+    assert driver.cache.stats.blocks_shared
+
+
 def test_preemption_in_a_tiny_arena() -> None:
     driver = decoding("llama", memory_bytes=memory_for(build("llama"), 2, 50), max_num_batched_tokens=40)
     for index in range(4):

@@ -169,6 +169,20 @@ def test_a_forward_pass_that_always_fails_ends_in_errors_not_in_a_loop(monkeypat
     assert not any(driver.cache.pages_in_use().values())
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_equal_replies_share_the_blocks_that_they_compute(family: str) -> None:
+    """The page that a reply gives up is soon another's: steps that follow must not read it any more."""
+    driver = Driver(build(family), decodes="packed")
+    for number in range(3):
+        driver.add(str(number), prompt(21, 1), replace(GREEDY, max_tokens=70))
+    driver.add("other", prompt(27, 2), replace(GREEDY, max_tokens=70))
+    driver.run()
+    assert driver.cache.stats.blocks_shared
+    assert driver.core.captured_steps > 60
+    for name in driver.results:
+        check_greedy(driver, name)
+
+
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("failing", [1, 3, 7])
 def test_a_decoding_step_whose_tokens_cannot_be_read_is_computed_again(

@@ -191,7 +191,7 @@ class EngineCore:
         if self.runner.decoder is None:
             return None
         entries = [
-            Entry(row, sample, lease, tables)
+            Entry(row, sample, lease, tables, sent=tables.tables)
             for row, (sample, tables) in enumerate(scheduled)
             if (lease := sample.lease) is not None
         ]
@@ -253,9 +253,9 @@ class EngineCore:
         if streaming is not None and any(streaming.dumps_after(one.sample, one.tables) for one in alive):
             return None
         following: dict[int, StepTables] = {}
-        grown: dict[int, StepTables] = {}
+        changed: dict[int, StepTables] = {}
         is_free = len(alive) == len(entries)
-        for row, sample, lease, tables in alive:
+        for row, sample, lease, tables, sent in alive:
             if sample.request.params.stops or not sample.row.is_plain or len(sample.row.ends) > MAX_ENDS:
                 is_free = False
             if sample.request.params.stops or self._tokens_left(sample) <= 0:
@@ -265,12 +265,12 @@ class EngineCore:
                 is_free = False
                 continue
             following[row] = ahead
-            if ahead.tables is not tables.tables:
-                grown[row] = ahead
+            if ahead.tables is not sent:
+                changed[row] = ahead
         seeds = None
         if any(not one.sample.row.params.greedy for one in alive):
             seeds = self._sampler.draw_seeds([one.sample.row for one in entries], ahead=1)
-        moved = Moved([one.row for one in entries], seeds, grown)
+        moved = Moved([one.row for one in entries], seeds, changed)
         return LookAhead(following, moved, is_free and bool(following))
 
     def _begin_following(self, entries: Sequence[Entry], ahead: LookAhead) -> Launched | None:
@@ -281,24 +281,26 @@ class EngineCore:
             LOG.exception("a decoding step could not be submitted: it is prepared anew")
             return None
         self.steps += 1
-        going = [one._replace(tables=ahead.following[one.row]) for one in entries if one.row in ahead.following]
+        going = [_going(one, ahead.following[one.row]) for one in entries if one.row in ahead.following]
         return Launched(decoded, going)
 
     def _catch_up(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead, following: Launched) -> list[Update]:
         """Commit a step while the next one runs. Samples that have ended are padding there."""
         updates: list[Update] = []
-        ended: set[int] = set()
+        going = {one.row: one for one in following.entries}
+        ended: list[int] = []
         for one, token in drawn:
-            if one.row in ahead.following and not one.sample.ends_at(token):
-                updates += self._go_on_with(one, token, ahead.following[one.row])
+            if one.row in going and not one.sample.ends_at(token):
+                going[one.row], update = self._go_on_with(one, token, going[one.row])
+                updates += update
             else:
                 updates += self._commit(*_parted([(one, token)]))
-                ended.add(one.row)
+                going.pop(one.row, None)
+                ended.append(one.row)
         assert self.runner.decoder is not None
-        self.runner.decoder.retire(sorted(ended))
-        entries = [one for one in following.entries if one.row not in ended]
-        if entries:
-            self._launched = following._replace(entries=entries)
+        self.runner.decoder.retire(ended)
+        if going:
+            self._launched = following._replace(entries=list(going.values()))
         return updates
 
     def _follow(self, drawn: Sequence[tuple[Entry, Sampled]], ahead: LookAhead) -> list[Update]:
@@ -307,34 +309,36 @@ class EngineCore:
         Samples that end here, or whose next step cannot run before this one is committed, are committed first.
         """
         updates: list[Update] = []
-        entries: list[Entry] = []
+        going: dict[int, Entry] = {}
         late: list[tuple[Entry, Sampled]] = []
         changed: dict[int, Row | None] = {}
         for one, token in drawn:
             tables = ahead.following.get(one.row)
             if tables is not None and not one.sample.ends_at(token):
                 late.append((one, token))
-                entries.append(one._replace(tables=tables))
+                going[one.row] = _going(one, tables)
                 continue
             following, more = self._go_on_alone(one, token)
             updates += more
             changed[one.row] = None
             if following is not None:
-                entries.append(following)
+                going[one.row] = following
                 [draw] = self._sampler.draws([one.sample.row])
                 changed[one.row] = self._row(following, draw, self._tokens_left(one.sample))
-        if entries:
-            try:
-                tokens = [token.token for _, token in drawn]
-                self._launched = Launched(self.runner.decode_on(ahead.moved, tokens, changed), entries)
-                self.steps += 1
-            except Exception as error:
-                updates += self._commit(*_parted(late))
-                lost = [one for one in entries if one.is_alive]
-                return updates + self._failed([Scheduled(one.sample, one.tables) for one in lost], error)
-        return updates + [
-            update for one, token in late for update in self._go_on_with(one, token, ahead.following[one.row])
-        ]
+        if not going:
+            return updates
+        try:
+            decoded = self.runner.decode_on(ahead.moved, [token.token for _, token in drawn], changed)
+        except Exception as error:
+            updates += self._commit(*_parted(late))
+            lost = [one for one in going.values() if one.is_alive]
+            return updates + self._failed([Scheduled(one.sample, one.tables) for one in lost], error)
+        self.steps += 1
+        for one, token in late:
+            going[one.row], update = self._go_on_with(one, token, going[one.row])
+            updates += update
+        self._launched = Launched(decoded, list(going.values()))
+        return updates
 
     def _go_on_alone(self, one: Entry, token: Sampled) -> tuple[Entry | None, list[Update]]:
         """Commit a sample's step and begin its next one. None if there is none, or no room: the scheduler makes it."""
@@ -345,19 +349,21 @@ class EngineCore:
         if sample.lease is None or sample.remaining != 1:
             return None, updates
         tables = self.cache.extend(one.lease, 1)
-        return (None if isinstance(tables, NoRoom) else one._replace(tables=tables)), updates
+        return (None if isinstance(tables, NoRoom) else _going(one, tables)), updates
 
-    def _go_on_with(self, one: Entry, token: Sampled, following: StepTables) -> list[Update]:
-        """Commit a step whose successor already runs, and begin the successor."""
-        sample, lease = one.sample, one.lease
-        if self.cache.commit(lease, sampled=[token.token]) < one.tables.end:
-            return []  # a page it read was bad: the successor's result is dropped, too
+    def _go_on_with(self, one: Entry, token: Sampled, following: Entry) -> tuple[Entry, list[Update]]:
+        """Commit a step whose successor already runs, and begin the successor. Returns the successor's entry."""
+        sample, lease, end = one.sample, one.lease, one.tables.end
+        if self.cache.commit(lease, sampled=[token.token]) < end:
+            return following, []  # a page it read was bad: the successor's result is dropped, too
         given = self.cache.extend(lease, 1)
-        if isinstance(given, NoRoom) or not _same_pages(following, given):
+        if isinstance(given, NoRoom) or not _same_writes(following.tables, given):
             raise EngineError("the pages of a decoding step have changed while it ran: this is a bug")
-        if one.tables.end >= sample.failed_at:
+        if given.tables != following.tables.tables:  # a block is shared now that another request has published, too
+            following = following._replace(tables=given)
+        if end >= sample.failed_at:
             sample.failures = sample.failed_at = 0
-        return [self._push(sample, token)]
+        return following, [self._push(sample, token)]
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -631,7 +637,12 @@ def _parted(drawn: Sequence[tuple[Entry, Sampled]]) -> tuple[list[Scheduled], li
     return scheduled, [[one.sample] for one, _ in drawn], [token for _, token in drawn]
 
 
-def _same_pages(one: StepTables, other: StepTables) -> bool:
+def _going(one: Entry, tables: StepTables) -> Entry:
+    """The entry of the next step, with tables that the device gets."""
+    return one._replace(tables=tables, sent=tables.tables)
+
+
+def _same_writes(one: StepTables, other: StepTables) -> bool:
     """Whether two tables of a decoding step write to the same pages."""
     block = one.start // one.block_tokens
     return one.segments == other.segments and all(

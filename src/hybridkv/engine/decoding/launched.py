@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hybridkv.cache import Lease, StepTables
+from hybridkv.cache.arena.pages import Pages
 from hybridkv.engine.decoding.decoder import Decoded
 from hybridkv.engine.decoding.step_buffer import Moved
 from hybridkv.engine.request import Sample
@@ -20,6 +21,9 @@ class Entry(NamedTuple):
     lease: Lease
     """The sample's lease when the step began. The sample may have been aborted since."""
     tables: StepTables
+    sent: Mapping[str, Pages]
+    """The page tables that the device has, which end with the step. Those of `tables` may have other pages of the same
+    content: when a block is published that another request has published before, its page is given up."""
 
     @property
     def is_alive(self) -> bool:

@@ -59,8 +59,8 @@ class Moved(NamedTuple):
     rows: Sequence[int]
     seeds: npt.NDArray[np.uint64] | None
     """Of the next draws, by sample. None if all are greedy."""
-    grown: Mapping[int, StepTables]
-    """By row: page tables that have a block more."""
+    changed: Mapping[int, StepTables]
+    """By row: page tables that have a block more, or other pages of the same content."""
 
 
 class _Field(NamedTuple):
@@ -151,7 +151,7 @@ class StepBuffer:
         for index, row in new.items():
             self._put(fields, index, row)
         self._put_padding(fields, [index for index, row in changed.items() if row is None])
-        self._copy(0, self._end() if new or moved.grown else self._layout(self.size)["next_seed"].start)
+        self._copy(0, self._end() if new or moved.changed else self._layout(self.size)["next_seed"].start)
 
     def advance(self, moved: Moved, drawn: Tensor) -> None:
         """Let the device write the step after the last one, from the tokens that it has `drawn`.
@@ -166,7 +166,7 @@ class StepBuffer:
         if moved.seeds is not None:
             fields["next_seed"][moved.rows] = moved.seeds
         first, tables = self._layout(self.size)["next_seed"].start, self._layout(self.size)["tables"].start
-        if moved.grown:
+        if moved.changed:
             self._copy(first, self._end())
         elif moved.seeds is not None:
             self._copy(first, tables)
@@ -202,9 +202,9 @@ class StepBuffer:
             fields[name][rows] += 1
         fields["left"][rows] -= 1
         fields["src"][:, rows] = fields["dst"][:, rows]
-        if moved.grown:
-            self._widen(fields, max(tables.end for tables in moved.grown.values()))
-            for index, tables in moved.grown.items():
+        if moved.changed:
+            self._widen(fields, max(tables.end for tables in moved.changed.values()))
+            for index, tables in moved.changed.items():
                 self._put_tables(fields, index, tables)
 
     def _put(self, fields: Fields, index: int, row: Row) -> None:
