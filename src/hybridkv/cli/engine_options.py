@@ -39,6 +39,10 @@ TopKOption = Annotated[int, typer.Option(help="Only so many of the likeliest tok
 SeedOption = Annotated[int | None, typer.Option(help="For the same reply every time.")]
 
 
+_SPEED_PANEL = "Speed"
+"""Flags with a negation have a panel of their own: their column would leave others too little room."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The options of `Engine` as flags: a field for each, with its name and default."""
@@ -82,10 +86,18 @@ class EngineOptions:
         float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
     ] = 30.0
     compile: Annotated[
-        bool | None, typer.Option(help="Compile the model's layers: slower to start, then faster. Default: on a GPU.")
+        bool | None,
+        typer.Option(
+            help="Compile the model's layers: slower to start, then faster. Default: on a GPU.",
+            rich_help_panel=_SPEED_PANEL,
+        ),
     ] = None
     graphs: Annotated[
-        bool, typer.Option(help="On a GPU, capture decoding steps as CUDA graphs: slower to start, then faster.")
+        bool,
+        typer.Option(
+            help="On a GPU, capture decoding steps as CUDA graphs: slower to start, then faster.",
+            rich_help_panel=_SPEED_PANEL,
+        ),
     ] = True
 
     def start(self, model: str, *, shows_bars: bool = True, link: LinkOptions | None = None) -> Engine:
