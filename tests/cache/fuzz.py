@@ -290,7 +290,7 @@ class Fuzz:
         names = [group.name for group in self.layout.state_groups]
         segments = {name: [Segment(start, end, at, at)] for name, at in zip(names, states, strict=True)}
         tables = {name: pages[:] for name, pages in lease.named_tables.items()}
-        ahead = self.cache.follow_step(lease, StepTables(start, end, BLOCK, tables, segments))
+        ahead = self.cache.extend_ahead(lease, StepTables(start, end, BLOCK, tables, segments))
         self.sim.run_operations()
         self.flying_places.pop(lease.id, None)  # it may have a block more
         if ahead is None:

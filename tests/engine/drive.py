@@ -72,6 +72,7 @@ class PackedDecoder(Decoder):
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._rows: dict[int, Row] = {}
+        self.graph_bytes = 0
 
     def takes(self, num_rows: int, num_tokens: int) -> bool:
         return num_rows > 0
@@ -109,14 +110,14 @@ class PackedDecoder(Decoder):
 
     def _move(self, place: int, token: int, moved: Moved) -> None:
         row = self._rows[place]
-        tables = moved.changed.get(place, row.tables.following())
+        tables = moved.tables.get(place, row.tables.following())
         self._rows[place] = row._replace(token=token, tables=tables, left=row.left - 1)
 
     def _submit(self) -> Decoded:
         self._rows = dict(sorted(self._rows.items()))
         rows = self._rows.values()
         found = self._runner.run([Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows])
-        logits = torch.full((self._num_rows, found.shape[1]), torch.nan)  # nobody may read a row that has ended
+        logits = torch.full((self._num_rows, found.shape[1]), torch.nan)  # a row that has ended must not be read
         logits[list(self._rows)] = found
         self._tokens = logits.argmax(-1)
         drawn = DrawnTokens(self._num_rows, self._tokens.device)

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("triton")
 
+from hybridkv import Engine
 from hybridkv.engine.compiling import COMPILED
 from hybridkv.engine.sampling.params import SamplingParams
-from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, memory_for
+from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, PackedDecoder, memory_for
 from tests.engine.test_correctness import ends_well
+from tests.engine.tokenizers_small import byte_level
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,3 +126,22 @@ def test_replies_do_not_depend_on_how_steps_run() -> None:
         replies.append([(results[str(i)].token_ids, results[str(i)].finish_reason) for i in range(len(kinds))])
         assert bool(driver.core.captured_steps) == bool(decodes)
     assert replies[0] == replies[1]
+
+
+def test_stop_texts_end_replies_while_steps_run_ahead() -> None:
+    """The next turn finds what a reply left, too: no step has gone past its end."""
+    told = []
+    for runs_ahead in (False, True):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+        with Engine(fresh("falcon_h1"), memory="16MiB", device="cpu", tokenizer=tokenizer, max_num_seqs=4) as engine:
+            if runs_ahead:
+                engine._core.runner.decoder = PackedDecoder(engine._core.runner)
+            params = [SamplingParams(temperature=0, max_tokens=20, stop=stop) for stop in (["e", "t"], [], ["a"])]
+            first = engine.generate([prompt(20 + i, i) for i in range(3)], params, progress=False)
+            turns = [one.prompt_token_ids + one.token_ids + prompt(3, 9) for one in first]
+            second = engine.generate(turns, params, progress=False)
+            told.append([(one.token_ids, one.finish_reason, one.cached_tokens) for one in [*first, *second]])
+            assert bool(engine.stats().captured_steps) == runs_ahead
+            engine.check_integrity()
+    assert told[0] == told[1]
+    assert {reason for _, reason, _ in told[0]} == {"stop", "length"}

@@ -158,6 +158,7 @@ def test_messages_that_are_none_are_refused(engine: Engine, bad: Any) -> None:
         ({"policy": 3}, "no policy '3'"),
         ({"policy": "x", "block_size": 0}, "no policy 'x'"),
         ({"trust_remote_code": "no"}, "trust_remote_code 'no': pass True or False"),
+        ({"graphs": None}, "graphs None: pass True or False"),
         ({"load_timeout_s": "a"}, "load_timeout_s 'a'"),
         ({"dtype": None}, "cannot compute in 'None'"),
         ({"dtype": torch.int8}, r"cannot compute in 'torch\.int8'"),

@@ -1,4 +1,4 @@
-"""A step that follows another leaves in the buffer on the device what writing it anew would leave."""
+"""A following step leaves the same numbers on the device as a step that the host writes completely."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE, MOST_TOKENS = 6, 1200
 
 
 class Pair:
-    """One buffer that follows, and one that is always written anew."""
+    """Two buffers. One gets following steps, the other gets the same steps as complete ones."""
 
     def __init__(self, family: str, data: st.DataObject) -> None:
         self.driver = Driver(build(family))
@@ -53,7 +53,7 @@ class Pair:
         return Row(self.number(500), StepTables(position, position + 1, block, tables, segments), draw)
 
     def expect(self, rows: dict[int, Row]) -> None:
-        """Write a step anew, with gaps."""
+        """Write a complete step, with gaps."""
         filler = self.row(0)
         self.other.fill([rows.get(place, filler) for place in range(SIZE)], SIZE)
         self.other._put_padding(self.other._host_fields(SIZE), [place for place in range(SIZE) if place not in rows])
@@ -98,7 +98,7 @@ def random_ends(pair: Pair) -> tuple[int, ...]:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_following_is_writing_anew(family: str, data: st.DataObject) -> None:
+def test_following_steps_are_as_complete_ones(family: str, data: st.DataObject) -> None:
     """By the host, which knows tokens and new pages, and by the device alone."""
     pair = Pair(family, data)
     rows: dict[int, Row] = {}

@@ -172,13 +172,13 @@ class Cache:
             lease.forget_after(num_known)
         return step
 
-    def follow_step(self, lease: Lease, tables: StepTables) -> StepTables | None:
+    def extend_ahead(self, lease: Lease, tables: StepTables) -> StepTables | None:
         """Tables for a step of one more token that runs before the step in flight, with `tables`, is committed.
 
         It writes all states in place. `commit` and then `extend` must follow for this lease, one after the other, and
         the device must run both steps, and what later calls ask of it, in order. None: commit the step first.
         """
-        return self._step_begin.follow(lease, tables)
+        return self._step_begin.send_off_ahead(lease, tables)
 
     def commit(
         self, lease: Lease, num_accepted: int | None = None, *, sampled: TokenIds = (), failed: bool = False

@@ -253,24 +253,24 @@ class EngineCore:
         if streaming is not None and any(streaming.dumps_after(one.sample, one.tables) for one in alive):
             return None
         following: dict[int, StepTables] = {}
-        changed: dict[int, StepTables] = {}
+        unsent: dict[int, StepTables] = {}
         is_free = len(alive) == len(entries)
         for row, sample, lease, tables, sent in alive:
             if sample.request.params.stops or not sample.row.is_plain or len(sample.row.ends) > MAX_ENDS:
                 is_free = False
             if sample.request.params.stops or self._tokens_left(sample) <= 0:
                 continue
-            ahead = self.cache.follow_step(lease, tables)
+            ahead = self.cache.extend_ahead(lease, tables)
             if ahead is None:
                 is_free = False
                 continue
             following[row] = ahead
             if ahead.tables is not sent:
-                changed[row] = ahead
+                unsent[row] = ahead
         seeds = None
         if any(not one.sample.row.params.greedy for one in alive):
             seeds = self._sampler.draw_seeds([one.sample.row for one in entries], ahead=1)
-        moved = Moved([one.row for one in entries], seeds, changed)
+        moved = Moved([one.row for one in entries], seeds, unsent)
         return LookAhead(following, moved, is_free and bool(following))
 
     def _begin_following(self, entries: Sequence[Entry], ahead: LookAhead) -> Launched | None:
@@ -278,7 +278,7 @@ class EngineCore:
         try:
             decoded = self.runner.decode_on(ahead.moved)
         except Exception:
-            LOG.exception("a decoding step could not be submitted: it is prepared anew")
+            LOG.exception("a decoding step could not be submitted; the engine prepares it again")
             return None
         self.steps += 1
         going = [_going(one, ahead.following[one.row]) for one in entries if one.row in ahead.following]

@@ -51,7 +51,7 @@ class StepBegin:
         tables = {name: table[:] for name, table in pages.named_tables.items()}  # copies: the lease's tables change
         return StepTables(start, end, self.block_tokens, tables, segments)
 
-    def follow(self, lease: Lease, tables: StepTables) -> StepTables | None:
+    def send_off_ahead(self, lease: Lease, tables: StepTables) -> StepTables | None:
         """The tables that `send_off` of one token would give after the step in flight, with `tables`, is accepted.
 
         If the token begins a block, the block is added now. None if the state in flight must be preserved, or if there

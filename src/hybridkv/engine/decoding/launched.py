@@ -22,8 +22,8 @@ class Entry(NamedTuple):
     """The sample's lease when the step began. The sample may have been aborted since."""
     tables: StepTables
     sent: Mapping[str, Pages]
-    """The page tables that the device has, which end with the step. Those of `tables` may have other pages of the same
-    content: when a block is published that another request has published before, its page is given up."""
+    """The page tables that the device has. Those of `tables` may differ: `commit` replaces the page of a block that
+    another request has published first."""
 
     @property
     def is_alive(self) -> bool:

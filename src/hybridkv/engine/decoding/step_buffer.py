@@ -36,7 +36,6 @@ _WIDTH_STEP = 16
 Fields = Mapping[str, npt.NDArray[Any]]
 """The fields of a step on the host, by name."""
 
-
 MAX_ENDS = 8
 """Tokens that the device knows to end a row, at most."""
 
@@ -58,9 +57,9 @@ class Moved(NamedTuple):
 
     rows: Sequence[int]
     seeds: npt.NDArray[np.uint64] | None
-    """Of the next draws, by sample. None if all are greedy."""
-    changed: Mapping[int, StepTables]
-    """By row: page tables that have a block more, or other pages of the same content."""
+    """The seeds of the next draws, in the order of `rows`. None if all are greedy."""
+    tables: Mapping[int, StepTables]
+    """By row: page tables that the device lacks: they have a block more, or other pages of the same content."""
 
 
 class _Field(NamedTuple):
@@ -151,7 +150,7 @@ class StepBuffer:
         for index, row in new.items():
             self._put(fields, index, row)
         self._put_padding(fields, [index for index, row in changed.items() if row is None])
-        self._copy(0, self._end() if new or moved.changed else self._layout(self.size)["next_seed"].start)
+        self._copy(0, self._end() if new or moved.tables else self._layout(self.size)["next_seed"].start)
 
     def advance(self, moved: Moved, drawn: Tensor) -> None:
         """Let the device write the step after the last one, from the tokens that it has `drawn`.
@@ -166,7 +165,7 @@ class StepBuffer:
         if moved.seeds is not None:
             fields["next_seed"][moved.rows] = moved.seeds
         first, tables = self._layout(self.size)["next_seed"].start, self._layout(self.size)["tables"].start
-        if moved.changed:
+        if moved.tables:
             self._copy(first, self._end())
         elif moved.seeds is not None:
             self._copy(first, tables)
@@ -202,9 +201,9 @@ class StepBuffer:
             fields[name][rows] += 1
         fields["left"][rows] -= 1
         fields["src"][:, rows] = fields["dst"][:, rows]
-        if moved.changed:
-            self._widen(fields, max(tables.end for tables in moved.changed.values()))
-            for index, tables in moved.changed.items():
+        if moved.tables:
+            self._widen(fields, max(tables.end for tables in moved.tables.values()))
+            for index, tables in moved.tables.items():
                 self._put_tables(fields, index, tables)
 
     def _put(self, fields: Fields, index: int, row: Row) -> None:
