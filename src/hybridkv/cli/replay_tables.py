@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.replay import ReplayReport
+from hybridkv.replay import LoadReport, ReplayReport
 from hybridkv.units import format_bytes
 
 _REASONS = {
@@ -22,9 +22,14 @@ _REASONS = {
 }
 
 
+_TIER_HEADERS = ("last tier", "peak", "from tiers")
+"""Columns of a sweep with tiers. A sweep changes the size of the last one."""
+
+
 def report_tables(report: ReplayReport) -> Group:
     """One replay."""
-    return Group(_heading(report), _tokens_table(report), _facts_table(report), _percentiles_table(report), "")
+    tiers = [_tiers_table(report)] if report.tiers else []
+    return Group(_heading(report), _tokens_table(report), *tiers, _facts_table(report), _percentiles_table(report), "")
 
 
 def sweep_table(reports: Sequence[ReplayReport]) -> Table:
@@ -34,13 +39,14 @@ def sweep_table(reports: Sequence[ReplayReport]) -> Table:
     table.add_column("memory", justify="right")
     table.add_column("policy")
     headers = ("TP", "block", "hit ratio", "evicted", "no state", "recomputed", "checkpoints", "refused", "seconds")
-    for header in headers:
+    for header in (*_TIER_HEADERS, *headers) if first.tiers else headers:
         table.add_column(header, justify="right")
     for report in reports:
         setting = report.setting
         table.add_row(
             format_bytes(setting.memory_bytes),
             Text(setting.policy + (f", {setting.state_dtype}" if setting.state_dtype else "")),
+            *_tier_cells(report),
             str(setting.tp),
             str(setting.block_tokens),
             f"{report.hit_ratio:.2%}",
@@ -52,6 +58,14 @@ def sweep_table(reports: Sequence[ReplayReport]) -> Table:
             f"{report.seconds:,.1f}",
         )
     return table
+
+
+def _tier_cells(report: ReplayReport) -> list[str]:
+    if not report.tiers:
+        return []
+    last = report.tiers[-1]
+    loaded = report.hit_tokens - report.memory_tokens
+    return [format_bytes(last.size_bytes), format_bytes(last.peak_bytes), _part(report, loaded)]
 
 
 def _mode(report: ReplayReport) -> str:
@@ -77,10 +91,42 @@ def _tokens_table(report: ReplayReport) -> Table:
     table.add_column("why")
     table.add_row("all", f"{report.input_tokens:,}", "", f"of {report.requests:,} requests")
     table.add_row("hit", f"{report.hit_tokens:,}", _part(report, report.hit_tokens), "supplied", style="bold")
+    if report.tiers:
+        table.add_row("  memory", f"{report.memory_tokens:,}", _part(report, report.memory_tokens), "")
+        for number, tier in enumerate(report.tiers, 1):
+            table.add_row(f"  tier {number}", f"{tier.hit_tokens:,}", _part(report, tier.hit_tokens), "loaded")
     for reason, tokens in report.misses.items():
         if tokens:
             table.add_row(reason.replace("_", " "), f"{tokens:,}", _part(report, tokens), _REASONS[reason])
     return table
+
+
+def _tiers_table(report: ReplayReport) -> Table:
+    table = Table(title="Tiers", title_justify="left")
+    table.add_column("tier")
+    for header in ("size", "a second", "latency", "peak", "read", "written", "evicted"):
+        table.add_column(header, justify="right")
+    for number, tier in enumerate(report.tiers, 1):
+        table.add_row(
+            str(number),
+            format_bytes(tier.size_bytes),
+            format_bytes(tier.bytes_per_s),
+            f"{tier.latency_s * 1e3:g} ms",
+            format_bytes(tier.peak_bytes),
+            format_bytes(tier.read_bytes),
+            format_bytes(tier.written_bytes),
+            f"{tier.evicted:,}",
+        )
+    return table
+
+
+def _loads_remark(loads: LoadReport) -> str:
+    parts = [] if loads.slower is None else [f"{loads.slower:,} took longer than computing"]
+    if loads.declined:
+        parts.append(f"{loads.declined:,} more would have")
+    if loads.timeouts:
+        parts.append(f"{loads.timeouts:,} were given up")
+    return ", ".join(parts)
 
 
 def _facts_table(report: ReplayReport) -> Table:
@@ -91,6 +137,8 @@ def _facts_table(report: ReplayReport) -> Table:
     table.add_row("computed again", f"{report.recomputed_tokens:,}", "tokens that had been computed before")
     if report.computed_flops is not None and report.saved_flops is not None:
         table.add_row("FLOPs", f"{report.computed_flops:.3g}", f"{report.saved_flops:.3g} saved")
+    if report.tier_loads is not None:
+        table.add_row("loads", f"{report.tier_loads.loads:,}", _loads_remark(report.tier_loads))
     remark = f"used {report.checkpoints_hit:,} times, {report.checkpoints_evicted:,} evicted"
     table.add_row("checkpoints", f"{report.checkpoints_kept:,}", remark)
     table.add_row("compactions", f"{report.compactions:,}", f"{report.moved_pages:,} pages moved")
@@ -117,7 +165,13 @@ def _percentiles_table(report: ReplayReport) -> Table:
     for name in report.prefill_saved:
         table.add_column(name, justify="right")
     table.add_row("prefill saved", *(f"{value:.1%}" for value in report.prefill_saved.values()))
-    for label, waits in (("wait in the queue", report.queue_wait_s), ("time to first token", report.ttft_s)):
+    loads = None if report.tier_loads is None else report.tier_loads.seconds
+    times = (
+        ("wait in the queue", report.queue_wait_s),
+        ("load from tiers", loads),
+        ("time to first token", report.ttft_s),
+    )
+    for label, waits in times:
         if waits is not None:
             table.add_row(label, *(f"{value:,.3g} s" for value in waits.values()))
     return table

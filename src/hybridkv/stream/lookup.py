@@ -11,7 +11,7 @@ from hybridkv.store import Store
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.form import Share, StoredGroup
 
-_EXACT_TOKENS = 512
+EXACT_TOKENS = 512
 """Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
 _BATCH = 64
 """Positions per lookup; of those that are looked up one by one, the rest come in a second batch."""
@@ -73,7 +73,7 @@ class _Lookup:
         """Positions to look up, the last first."""
         size, reach = self._catalogue.block_tokens, self._reach()
         first = (self._prompt.start // size + 1) * size
-        exact = max(first, reach - _EXACT_TOKENS + 1)
+        exact = max(first, reach - EXACT_TOKENS + 1)
         ones = list(range(reach, exact - 1, -1))
         yield from (batch for batch in (ones[:_BATCH], ones[_BATCH:]) if batch)
         ends = iter(range((exact - 1) // size * size, first - 1, -size))
