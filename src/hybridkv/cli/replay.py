@@ -75,7 +75,7 @@ def replay_command(
         list[str] | None,
         typer.Option(
             metavar="SIZE@BANDWIDTH",
-            help="A store below the memory, of all ranks: 200GiB@2GB/s, or with the latency of a load: 200GiB@2GB/s,1ms. "
+            help="A store below the memory, of all ranks: 200GiB@2GB/s; with the latency of a load: 200GiB@2GB/s,1ms. "
             "Repeat it for slower ones.",
         ),
     ] = None,

@@ -104,13 +104,13 @@ def _tokens_table(report: ReplayReport) -> Table:
 def _tiers_table(report: ReplayReport) -> Table:
     table = Table(title="Tiers", title_justify="left")
     table.add_column("tier")
-    for header in ("size", "a second", "latency", "peak", "read", "written", "evicted"):
+    for header in ("size", "bandwidth", "latency", "peak", "read", "written", "evicted"):
         table.add_column(header, justify="right")
     for number, tier in enumerate(report.tiers, 1):
         table.add_row(
             str(number),
             format_bytes(tier.size_bytes),
-            format_bytes(tier.bytes_per_s),
+            f"{tier.bytes_per_s / 1e9:.3g} GB/s",
             f"{tier.latency_s * 1e3:g} ms",
             format_bytes(tier.peak_bytes),
             format_bytes(tier.read_bytes),

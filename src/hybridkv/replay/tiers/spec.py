@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from hybridkv.errors import InputError
-from hybridkv.units import format_bytes, parse_size
+from hybridkv.units import parse_size
 
 HOW_TO_WRITE = "write it as SIZE@BANDWIDTH or SIZE@BANDWIDTH,LATENCY, such as 200GiB@2GB/s or 200GiB@2GB/s,1ms"
 LOAD_RULES = ("all", "faster")
@@ -32,10 +32,6 @@ class TierSpec:
             raise InputError(f"a tier with {self.bytes_per_s} bytes a second: give it more than 0")
         if not 0 <= self.latency_s < math.inf:
             raise InputError(f"a tier with a latency of {self.latency_s} s: give it at least 0")
-
-    def __str__(self) -> str:
-        latency = f", {self.latency_s * 1e3:g} ms" if self.latency_s else ""
-        return f"{format_bytes(self.size_bytes)} at {format_bytes(self.bytes_per_s)}/s{latency}"
 
 
 def parse_tier(text: str) -> TierSpec:
