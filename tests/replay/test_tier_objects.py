@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_positions_are_those_that_an_engine_finds(model: str, seed: int) -> None
             if stored.is_plain or rng.random() < 0.5:  # with full attention alone, memory supplies all it has
                 matched = start
             limit = rng.randrange(start, length)
-            prompt = Prompt(lambda ends, theirs=theirs, tokens=tokens: theirs.at(ends, tokens), start, limit, matched)
+            prompt = Prompt(partial(theirs.at, tokens=tokens), start, limit, matched)
             found = index.find(keys, start, matched, limit)
             expected = start
             if limit // 16 > start // 16:  # else engines do not ask

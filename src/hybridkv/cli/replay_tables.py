@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.replay import LoadReport, ReplayReport
+from hybridkv.cli.replay_tier_tables import loads_remark, tier_sweep_table, tiers_table
+from hybridkv.replay import ReplayReport
 from hybridkv.units import format_bytes
 
 _REASONS = {
@@ -22,31 +23,29 @@ _REASONS = {
 }
 
 
-_TIER_HEADERS = ("last tier", "peak", "from tiers")
-"""Columns of a sweep with tiers. A sweep changes the size of the last one."""
-
-
 def report_tables(report: ReplayReport) -> Group:
     """One replay."""
-    tiers = [_tiers_table(report)] if report.tiers else []
+    tiers = [tiers_table(report)] if report.tiers else []
     return Group(_heading(report), _tokens_table(report), *tiers, _facts_table(report), _percentiles_table(report), "")
 
 
 def sweep_table(reports: Sequence[ReplayReport]) -> Table:
     """One line a replay."""
     first = reports[0].setting
-    table = Table(title=Text(f"{first.trace} on {first.model}, {_mode(reports[0])}"), title_justify="left")
+    title = f"{first.trace} on {first.model}, {_mode(reports[0])}"
+    if first.tiers:
+        return tier_sweep_table(reports, title)
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("memory", justify="right")
     table.add_column("policy")
     headers = ("TP", "block", "hit ratio", "evicted", "no state", "recomputed", "checkpoints", "refused", "seconds")
-    for header in (*_TIER_HEADERS, *headers) if first.tiers else headers:
+    for header in headers:
         table.add_column(header, justify="right")
     for report in reports:
         setting = report.setting
         table.add_row(
             format_bytes(setting.memory_bytes),
             Text(setting.policy + (f", {setting.state_dtype}" if setting.state_dtype else "")),
-            *_tier_cells(report),
             str(setting.tp),
             str(setting.block_tokens),
             f"{report.hit_ratio:.2%}",
@@ -58,14 +57,6 @@ def sweep_table(reports: Sequence[ReplayReport]) -> Table:
             f"{report.seconds:,.1f}",
         )
     return table
-
-
-def _tier_cells(report: ReplayReport) -> list[str]:
-    if not report.tiers:
-        return []
-    last = report.tiers[-1]
-    loaded = report.hit_tokens - report.memory_tokens
-    return [format_bytes(last.size_bytes), format_bytes(last.peak_bytes), _part(report, loaded)]
 
 
 def _mode(report: ReplayReport) -> str:
@@ -101,34 +92,6 @@ def _tokens_table(report: ReplayReport) -> Table:
     return table
 
 
-def _tiers_table(report: ReplayReport) -> Table:
-    table = Table(title="Tiers", title_justify="left")
-    table.add_column("tier")
-    for header in ("size", "bandwidth", "latency", "peak", "read", "written", "evicted"):
-        table.add_column(header, justify="right")
-    for number, tier in enumerate(report.tiers, 1):
-        table.add_row(
-            str(number),
-            format_bytes(tier.size_bytes),
-            f"{tier.bytes_per_s / 1e9:.3g} GB/s",
-            f"{tier.latency_s * 1e3:g} ms",
-            format_bytes(tier.peak_bytes),
-            format_bytes(tier.read_bytes),
-            format_bytes(tier.written_bytes),
-            f"{tier.evicted:,}",
-        )
-    return table
-
-
-def _loads_remark(loads: LoadReport) -> str:
-    parts = [] if loads.slower is None else [f"{loads.slower:,} took longer than computing"]
-    if loads.declined:
-        parts.append(f"{loads.declined:,} more would have")
-    if loads.timeouts:
-        parts.append(f"{loads.timeouts:,} were given up")
-    return ", ".join(parts)
-
-
 def _facts_table(report: ReplayReport) -> Table:
     table = Table(title="What it took", title_justify="left", show_header=False)
     table.add_column("what")
@@ -138,7 +101,7 @@ def _facts_table(report: ReplayReport) -> Table:
     if report.computed_flops is not None and report.saved_flops is not None:
         table.add_row("FLOPs", f"{report.computed_flops:.3g}", f"{report.saved_flops:.3g} saved")
     if report.tier_loads is not None:
-        table.add_row("loads", f"{report.tier_loads.loads:,}", _loads_remark(report.tier_loads))
+        table.add_row("loads", f"{report.tier_loads.loads:,}", loads_remark(report.tier_loads))
     remark = f"used {report.checkpoints_hit:,} times, {report.checkpoints_evicted:,} evicted"
     table.add_row("checkpoints", f"{report.checkpoints_kept:,}", remark)
     table.add_row("compactions", f"{report.compactions:,}", f"{report.moved_pages:,} pages moved")
