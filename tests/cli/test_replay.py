@@ -164,6 +164,34 @@ def test_a_figure_shows_hit_ratios_from_zero_up_to_what_could_be_hit(
     assert list(axes.get_xticks()) == [0.5, 1, 4]
 
 
+@pytest.mark.parametrize(
+    ("sweeps", "axis", "ticks", "labels"),
+    [
+        (["tier-size=1GiB,4GiB"], "GiB of the last tier", [1, 4], {"reuse"}),
+        (["tier-size=0,4GiB"], "GiB of the last tier", [0, 4], {"reuse"}),
+        (["tier-size=1GiB,4GiB", "memory=1GiB,2GiB"], "GiB a rank", [1, 2], {"tier of 1 GiB", "tier of 4 GiB"}),
+    ],
+)
+def test_a_figure_over_the_size_of_a_tier(
+    sweeps: list[str],
+    axis: str,
+    ticks: list[int],
+    labels: set[str],
+    trace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[list[ReplayReport]] = []
+    monkeypatch.setattr("hybridkv.cli.replay.save_plot", lambda path, reports: shown.append(list(reports)))
+    options = [part for sweep in sweeps for part in ("--sweep", sweep)]
+    replay_json(capsys, trace, *SERIAL, "--tier", "1GiB@1GB/s", *options, "--plot", "never saved.png")
+    [axes] = make_figure(shown[0]).axes
+    assert axes.get_xlabel() == axis
+    assert list(axes.get_xticks()) == ticks
+    assert {line.get_label() for line in axes.get_lines()[:-1]} == labels
+
+
 def test_a_figure_of_a_trace_that_shares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = str(write_trace(tmp_path / "trace.jsonl", chats(1, 1)))
