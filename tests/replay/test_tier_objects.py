@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -10,17 +11,20 @@ from typing import cast
 import numpy as np
 import pytest
 
+from hybridkv.cache import NULL_PAGE, Cache, Role, Segment, StepTables
 from hybridkv.errors import InputError
+from hybridkv.replay import Setting
 from hybridkv.replay.tiers.keys import PositionKeys
 from hybridkv.replay.tiers.lookup import Index, Read, Supply
 from hybridkv.replay.tiers.objects import Need, Objects
 from hybridkv.replay.tiers.shelf import Shelf
 from hybridkv.replay.tiers.spec import TierSpec, parse_tier
+from hybridkv.replay.tiers.tiers import TierLoad, Tiers
 from hybridkv.store import ObjectName, Store
 from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
-from hybridkv.stream import BlockKeys
+from hybridkv.stream import BlockKeys, Progress
 from hybridkv.stream.lookup import Prompt, last_stored
-from tests.replay.traces import MODEL, catalogue
+from tests.replay.traces import MODEL, catalogue, layout
 
 MODELS = ["qwen3.5-0.8b", "gemma-3-1b", "lfm2-1.2b", "mamba2-2.7b", "llama-3.1-8b", "llama-4-scout-17b-16e"]
 GIB = 2**30
@@ -106,6 +110,65 @@ def test_tokens_are_counted_for_the_tier_that_has_their_kv() -> None:
     assert Supply(100, 512, reads).tokens_by_level() == {1: 156, 0: 256}
     assert Supply(100, 512, reads[1:]).tokens_by_level() == {0: 256, 1: 156}, "KV of the memory, with a state of tier 1"
     assert Supply(100, 512, reads[2:]).tokens_by_level() == {1: 412}
+
+
+# --- dumps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_where_a_state_is_missing_only_full_stretches_are_stored(has_state: bool) -> None:
+    """A step of 300 tokens of a prompt of 301: a stretch ends at 256, and a request may resume at 288."""
+    setting = Setting("t", MODEL, 1, 2**31, 16, serial=True, tiers=(TierSpec(2**40, 1e9),))
+    tiers, objects = Tiers(catalogue(2048), layout(2048), setting, None), Objects(catalogue(2048), 1)
+    segments = [Segment(0, 288 if has_state else 292, (0,), (1,)), Segment(292, 300, (1,), (2,))]
+    tables = StepTables(0, 300, 16, {"full": array("i", range(1, 20))}, {"state": segments})
+    keys = tiers.keys(bytes(4 * 300))
+    tiers.dump_step(keys, tables, Progress(0, 300, 301), 0.0)
+    expected = objects.stored_bytes(0, 256) + has_state * (objects.stored_bytes(0, 288) + objects.stored_bytes(1, 288))
+    assert tiers.tier_reports()[0].written_bytes == expected
+    assert objects.catalogue.num_tokens(objects.groups[0], 288) == 32
+    tiers.dump_step(keys, tables, Progress(0, 300, 301), 0.0)
+    assert tiers.tier_reports()[0].written_bytes == expected, "what is there is not written again"
+
+
+def test_what_was_loaded_stays_longer_than_what_was_not() -> None:
+    """There is room for two prompts. The first was loaded again, so the second goes for the third."""
+    objects = Objects(catalogue(2048), 1)
+    size = objects.stored_bytes(0, 256) + objects.stored_bytes(0, 288) + objects.stored_bytes(1, 288)
+    setting = Setting("t", MODEL, 1, 2**31, 16, serial=True, tiers=(TierSpec(2 * size + size // 2, 1e9),))
+    tiers = Tiers(catalogue(2048), layout(2048), setting, None)
+    segments = [Segment(0, 288, (0,), (1,)), Segment(288, 300, (1,), (2,))]
+    tables = StepTables(0, 300, 16, {"full": array("i", range(1, 20))}, {"state": segments})
+    prompts = [np.full(301, token, "<i4").tobytes() for token in range(3)]
+
+    def load(prompt: bytes, now: float) -> TierLoad | None:
+        return tiers.find(tiers.keys(prompt), Cache(layout(2048)).begin(prompt), now)
+
+    for now, prompt in enumerate(prompts[:2]):
+        tiers.dump_step(tiers.keys(prompt), tables, Progress(0, 300, 301), now)
+    found = load(prompts[0], 100.0)
+    assert found is not None
+    assert (found.supply.end, found.read_bytes) == (288, [size])
+    tiers.end(found, 100.0)
+    tiers.dump_step(tiers.keys(prompts[2]), tables, Progress(0, 300, 301), 101.0)
+    assert [load(prompt, 102.0) is not None for prompt in prompts] == [True, False, True]
+
+
+def test_a_window_whose_pages_are_gone_is_not_stored() -> None:
+    model = "gemma-3-1b"
+    setting = Setting("t", model, 1, 2**31, 16, serial=True, tiers=(TierSpec(2**40, 1e9),))
+    objects = Objects(catalogue(2048, model), 1)
+    sizes = [objects.stored_bytes(group, 256) for group in range(len(objects.groups))]
+    full = next(number for number, group in enumerate(objects.groups) if group.role is Role.FULL)
+    for gone, expected in ((0, sum(sizes)), (4, sizes[full])):
+        tiers = Tiers(catalogue(2048, model), layout(2048, model), setting, None)
+        tables = {group.name: array("i", range(1, 20)) for group in layout(2048, model).token_groups}
+        for group in layout(2048, model).token_groups:
+            if group.role is Role.LOCAL:
+                tables[group.name][:gone] = array("i", [NULL_PAGE] * gone)
+        step = StepTables(0, 260, 16, tables, {})
+        tiers.dump_step(tiers.keys(bytes(4 * 260)), step, Progress(0, 260, 400), 0.0)
+        assert tiers.tier_reports()[0].written_bytes == expected
 
 
 # --- lookup -----------------------------------------------------------------------------------------------------------
