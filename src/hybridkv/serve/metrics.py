@@ -82,6 +82,7 @@ _STORE_COUNTERS = {
     "faults": "Times the store itself failed",
     "skipped": "Names not looked up and objects not written while the store rested after a fault",
     "promoted": "Objects copied to a faster tier",
+    "round_trips": "Times a thread waited for the store's server",
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from hybridkv.errors import StoreError
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
 
@@ -61,6 +62,8 @@ class StoreStats:
     faults: int = 0
     skipped: int = 0
     """Names and objects not looked up, read or written while the circuit breaker was open."""
+    round_trips: int = 0
+    """Times that a thread waited for a server."""
 
 
 class Reader(ABC):
@@ -128,6 +131,16 @@ class Store(ABC):
     @abstractmethod
     def open(self, name: ObjectName) -> Reader:
         """Open an object. Raises MissingObject, CorruptObject, UnknownFormat or StoreFault."""
+
+    def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
+        """Open several objects, in one round trip. An error stands in the place of one that cannot be opened."""
+        return [self._opened(name) for name in names]
+
+    def _opened(self, name: ObjectName) -> Reader | StoreError:
+        try:
+            return self.open(name)
+        except StoreError as error:
+            return error
 
     @abstractmethod
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:

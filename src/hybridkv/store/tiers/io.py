@@ -46,7 +46,7 @@ class TieredReader(Reader):
             try:
                 reader.read(row, buffers)
                 break
-            except (CorruptObject, StoreFault) as error:
+            except (MissingObject, CorruptObject, StoreFault) as error:
                 self._turn_from(reader, error)
         with self._counters as stats:
             stats.read_bytes += self.header.rows[row].nbytes

@@ -116,6 +116,7 @@ class TieredStore(Store):
             stats.unknown += tier.unknown
             stats.faults += tier.faults
             stats.skipped += tier.skipped
+            stats.round_trips += tier.round_trips
         return stats
 
     def collect(self) -> Leftovers:
