@@ -146,7 +146,8 @@ def _directory(address: Address) -> Path:
 
 def _examples() -> str:
     names = ("memory", "file", "valkey", "s3")
-    return f"{', '.join(SCHEMES[name].example for name in names)}; others: {', '.join(name for name in SCHEMES if name not in names)}"
+    others = ", ".join(name for name in SCHEMES if name not in names)
+    return f"{' or '.join(SCHEMES[name].example for name in names)}; other kinds are {others}"
 
 
 def _remote(module: str, options: tuple[str, ...], example: str, *, has_host: bool = True) -> Scheme:
