@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.hybridkv")
 
 
 class HybridKVTier(SecondaryTierManager):
-    """Chunks of vLLM's offloading in any store of hybridkv, one object each. All bytes are verified when they are read."""
+    """Chunks of vLLM's offloading in any store of hybridkv, one object each. All bytes are verified when read."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 

@@ -34,14 +34,7 @@ class ChunkNames:
 
     def __init__(self, spec: OffloadingSpec, chunk_bytes: int, weights: str) -> None:
         self._facts = _facts(spec, chunk_bytes, weights)
-        self.description = {
-            "model": spec.config.model.name,
-            "type": "chunks of vLLM's offloading",
-            "weights": weights,
-            "groups": ", ".join(_group(group.group_id) for group in spec.config.groups),
-            "layout": json.dumps(self._facts, sort_keys=True),
-        }
-        """Without the seed of vLLM's hashes, which may be a secret."""
+        self.description = _description(spec, chunk_bytes, weights)
 
     @cached_property
     def namespace(self) -> str:
@@ -94,6 +87,21 @@ def _facts(spec: OffloadingSpec, chunk_bytes: int, weights: str) -> dict[str, An
         "replicated": spec.replicated_layout,
         "layout": config.kv_cache_layout,
         "canonical": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
+    }
+
+
+def _description(spec: OffloadingSpec, chunk_bytes: int, weights: str) -> dict[str, str]:
+    """For people. Without the seed of vLLM's hashes, which may be a secret."""
+    config, parallel = spec.config, spec.config.parallel
+    sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "pcp": parallel.pcp_size, "dcp": parallel.dcp_size}
+    return {
+        "model": config.model.name,
+        "type": f"chunks of vLLM {vllm.__version__}",
+        "weights": weights,
+        "dtype": str(config.model.dtype),
+        "groups": ", ".join(_group(group.group_id) for group in config.groups),
+        "chunk": f"{config.cache.blocks_per_chunk} blocks of each worker, {chunk_bytes:,} bytes",
+        "workers": ", ".join(f"{name} {size}" for name, size in sizes.items()),
     }
 
 
