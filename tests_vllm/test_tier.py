@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -15,14 +17,17 @@ from tiers import CHUNK_BYTES, NO_REQUESTS, Offloading, bytes_of, config, key_of
 from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadingCounterMetadata, ReqContext
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hybridkv.errors import StoreInputError
-from hybridkv.integrations.vllm.tier import HybridKVTier, jobs
+from hybridkv.integrations.vllm import tier
+from hybridkv.integrations.vllm.tier import HybridKVTier, jobs, naming
 from hybridkv.store import inspect_store
 
+PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 MODULE = "hybridkv.integrations.vllm.tier"
 
 
@@ -208,6 +213,23 @@ def test_weights_are_told_apart_by_their_files(store: Path, tmp_path: Path) -> N
         assert engine.load(key_of(0)) is None
 
 
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM does not tell a tier the revision: only if there is one, it is known."""
+    first, second = tmp_path / "snapshots" / "a", tmp_path / "snapshots" / "b"
+    for revision in (first, second):
+        revision.mkdir(parents=True)
+        (revision / "config.json").write_text("{}")
+        (revision / "weights.bin").write_bytes(b"weights")
+    monkeypatch.setattr(naming, "hub_directory", lambda model, revision: first)
+    with pytest.raises(StoreInputError, match=r'some/model.*2 revisions.*"identity": "revision 1"'):
+        naming.model_weights("some/model", None)
+    (second / "config.json").unlink()
+    (second / "weights.bin").unlink()
+    second.rmdir()
+    assert naming.model_weights("some/model", None) == naming.model_weights(str(first), None)
+    assert naming.model_weights("some/model", "mine") == "some/model mine"
+
+
 # Lookups.
 
 
@@ -273,8 +295,7 @@ def test_a_store_without_room(tmp_path: Path) -> None:
 
 
 def refused(**fields: Any) -> str:
-    tier = {"type": "HybridKVTier", "module_path": MODULE, "identity": "1"} | fields
-    spec = TieringOffloadingSpec(config([tier]))
+    spec = TieringOffloadingSpec(config([{"type": "HybridKVTier", "module_path": MODULE, "identity": "1"} | fields]))
     before = set(threading.enumerate())
     with pytest.raises(StoreInputError) as caught:
         spec.get_manager()
@@ -311,10 +332,23 @@ def test_other_fields_of_vllm() -> None:
         engine.settle()
 
 
+@pytest.mark.parametrize("text", [PAGE.read_text(encoding="utf-8"), tier.__doc__], ids=["docs/vllm.md", "docstring"])
+def test_the_example(text: str, store: Path) -> None:
+    found = [one for one in re.findall(r"--kv-transfer-config '(.*?)'\n", text, re.DOTALL) if "HybridKVTier" in one]
+    [example] = [json.loads(one) for one in found]
+    assert OffloadingSpecFactory.get_spec_cls(example["kv_connector_extra_config"]) is TieringOffloadingSpec
+    [fields] = example["kv_connector_extra_config"]["secondary_tiers"]
+    assert fields.pop("store") == "file:///var/cache/hybridkv?size=200GiB"
+    with Offloading(store, fields) as engine:
+        engine.save([key_of(0)])
+        engine.forget()
+        assert engine.load(key_of(0)) == bytes_of(key_of(0))
+
+
 def test_metrics_are_defined() -> None:
-    tier = {"type": "HybridKVTier", "module_path": MODULE, "store": "memory://?size=1MiB"}
-    assert SecondaryTierFactory.get_tier_class(tier) is HybridKVTier
-    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
+    fields = {"type": "HybridKVTier", "module_path": MODULE, "store": "memory://?size=1MiB"}
+    assert SecondaryTierFactory.get_tier_class(fields) is HybridKVTier
+    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [fields]})
     ours = {name: about for name, about in defined.items() if "hybridkv" in name}
     assert len(ours) == 7
     assert all(isinstance(about, OffloadingCounterMetadata) for about in ours.values())

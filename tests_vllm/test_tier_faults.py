@@ -236,8 +236,11 @@ def test_loads_behind_one_that_hangs(store: Path, faults: list[Fault]) -> None:
         assert engine.load(key_of(1), other) is None  # given up, since it has not begun
         assert engine.manager.lookup(key_of(0), request) is LookupResult.HIT_PENDING
         assert engine.stats()["load_failures timeout"] == 1
+        assert engine.manager.lookup(key_of(2), engine.request()) is LookupResult.MISS  # at once
+        assert engine.stats()["lookup_failures skipped"] == 1
         faults[0].release.set()
         assert engine.load(key_of(0), request) == bytes_of(key_of(0))
+        assert engine.load(key_of(2)) == bytes_of(key_of(2))
 
 
 def test_jobs_beyond_the_bound_are_dropped(store: Path, faults: list[Fault]) -> None:
@@ -274,11 +277,12 @@ def test_shutdown_ends_threads_and_frees_the_memory(store: Path) -> None:
     engine = Offloading(store)
     region = engine.manager.primary_tier._mmap_region
     assert isinstance(region, SharedOffloadRegion)
+    memory = region.mmap_obj
     engine.save(keys_of(range(4)))
     engine.manager.lookup(key_of(9), engine.request())
     engine.step()
     engine.close()
-    assert region.mmap_obj is None or region.mmap_obj.closed
+    assert memory.closed
     assert not set(threading.enumerate()) - before
     engine.tier.shutdown()  # again: nothing happens
 

@@ -57,6 +57,8 @@ class Jobs:
         self._ended: deque[Job] = deque()
         self._writing = 0
         """Chunks that are written or wait for it."""
+        self.is_stuck = False
+        """Whether loads were given up, and those that kept the threads busy still run."""
 
     @property
     def is_busy(self) -> bool:
@@ -86,9 +88,9 @@ class Jobs:
         latest = time.monotonic() - timeout_s
         with self._changed:
             old = [job for job in self._running.values() if job.is_load and job.begun <= latest]
-        for job in old:
-            given_up = sum(chunk.cancel() for chunk in job.chunks if not chunk.done())
-            self._counts.fail("load_failures", "timeout", given_up)
+        given_up = sum(chunk.cancel() for job in old for chunk in job.chunks if not chunk.done())
+        self._counts.fail("load_failures", "timeout", given_up)
+        self.is_stuck = given_up > 0 or (self.is_stuck and bool(old))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until all jobs have ended. False: some still run after `timeout_s`."""

@@ -71,6 +71,9 @@ class HybridKVTier(SecondaryTierManager):
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._jobs.is_stuck:  # a load would only wait
+            self._counts.fail("lookup_failures", "skipped")
+            return LookupResult.MISS
         found = self._lookups.find(key, req_context.req_id)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
