@@ -90,7 +90,7 @@ def test_any_text_is_a_url_or_refused(text: str, start: str) -> None:
 def test_one_directory_is_not_two_tiers(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for other in ("a", "b/../a", "link"):
-        with pytest.raises(HybridKVError, match="a directory twice"):
+        with pytest.raises(HybridKVError, match="a place twice"):
             open_store([f"file://{tmp_path}/a?size=1MiB", f"file://{tmp_path}/{other}?size=2MiB"])
     assert not (tmp_path / "a").exists()
     with open_store(["memory://?size=1MiB", "memory://?size=2MiB"]):

@@ -22,9 +22,9 @@ from hybridkv.store.file.folder import ROOT, Folder
 from hybridkv.store.file.io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
 from hybridkv.store.file.pending import LockedFile, PendingFiles
 from hybridkv.store.file.usage_file import Counts, UsageFile
-from hybridkv.store.file.values import ValueReader
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import Leftovers, Stored
+from hybridkv.store.values import ValueReader
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

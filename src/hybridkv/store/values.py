@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hybridkv.errors import CorruptObject, MissingObject, StoreFault, UnknownFormat
 from hybridkv.store.blobs import Blob, header_of
 from hybridkv.store.eviction import Evictable
-from hybridkv.store.file.folder import Found
 from hybridkv.store.names import ObjectName
 
 _FEWEST = 64
@@ -18,6 +17,19 @@ _TIMES = 4
 class _Worth(NamedTuple):
     value: float | None
     position: int
+
+
+class Found(Protocol):
+    """An object of a listing."""
+
+    @property
+    def name(self) -> ObjectName: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def used_at(self) -> float: ...
 
 
 class ValueReader:
