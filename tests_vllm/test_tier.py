@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -370,4 +371,4 @@ def test_an_empty_job_and_an_idle_step() -> None:
         engine.tier.submit_store(TransferJob(1, [], [], False, ReqContext("r")))  # type: ignore[arg-type]
         [result] = engine.tier.get_finished_jobs()
         assert result.success
-        assert jobs.Job(1, [], True, 0.0, 0).is_done
+        assert jobs.Job(1, [], True, deque(), 0).is_done

@@ -243,6 +243,21 @@ def test_loads_behind_one_that_hangs(store: Path, faults: list[Fault]) -> None:
         assert engine.load(key_of(2)) == bytes_of(key_of(2))
 
 
+def test_a_job_of_any_size_is_a_few_calls(store: Path, faults: list[Fault]) -> None:
+    """The scheduler does not compete for the GIL, chunk by chunk, with threads that it has just woken."""
+    with Offloading(store, {"read_threads": 2}) as engine:
+        keys = keys_of(range(8))
+        engine.save(keys)
+        engine.forget()
+        faults.append(Fault(Kind.SLOW))
+        engine.tier.submit_load(TransferJob(1, keys, range(8), True, ReqContext("r")))  # type: ignore[arg-type]
+        assert engine.tier._jobs._readers._queue.qsize() <= 2
+        faults[0].release.set()
+        engine.tier.drain_jobs()
+        [result] = engine.tier.get_finished_jobs()
+        assert result.success
+
+
 def test_jobs_beyond_the_bound_are_dropped(store: Path, faults: list[Fault]) -> None:
     with Offloading(store, {"waiting": 4 * CHUNK_BYTES, "write_threads": 1}, num_chunks=16) as engine:
         faults.append(Fault(Kind.SLOW_WRITE, times=1))

@@ -1,6 +1,8 @@
-"""Jobs that vLLM gives the tier: each moves some chunks, every chunk on whichever thread is free.
+"""Jobs that vLLM gives the tier: each moves some chunks, on as many threads as are free.
 
 A chunk that is being copied is never given up, since its thread uses vLLM's memory. One that still waits can be.
+Threads take the chunks of a job one by one. So the scheduler submits a few calls for a job of any size: with one for
+each chunk, it would compete with threads that run already for the GIL.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
@@ -30,14 +31,15 @@ class Job:
     number: int
     keys: Sequence[OffloadKey]
     is_load: bool
-    begun: float
+    waiting: deque[tuple[OffloadKey, int]]
+    """Chunks that no thread has taken."""
     left: int
     """Chunks that have not ended."""
+    begun: float = field(default_factory=time.monotonic)
     done: list[OffloadKey] = field(default_factory=list)
     """Chunks that were moved."""
     seconds: float = 0.0
     """Sum over chunks of the time that their copy took."""
-    chunks: list[Future[bool]] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -66,11 +68,12 @@ class Jobs:
         return bool(self._running or self._ended)
 
     def load(self, number: int, keys: Sequence[OffloadKey], chunks: Sequence[int], move: Move) -> None:
-        self._submit(self._readers, Job(number, keys, True, time.monotonic(), len(keys)), chunks, move)
+        job = Job(number, keys, True, deque(zip(keys, chunks, strict=True)), len(keys))
+        self._submit(self._readers, job, move)
 
     def save(self, number: int, keys: Sequence[OffloadKey], chunks: Sequence[int], move: Move) -> None:
         """Fails at once if too many bytes wait. A job that finds none waiting is taken, however large."""
-        job = Job(number, keys, False, time.monotonic(), len(keys))
+        job = Job(number, keys, False, deque(zip(keys, chunks, strict=True)), len(keys))
         with self._changed:
             is_full = self._writing and (self._writing + len(keys)) * self._chunk_bytes > self._waiting_bytes
             self._writing += 0 if is_full else len(keys)
@@ -78,7 +81,7 @@ class Jobs:
             self._counts.fail("save_failures", "dropped", len(keys))
             self._ended.append(job)
         else:
-            self._submit(self._writers, job, chunks, move)
+            self._submit(self._writers, job, move)
 
     def take_ended(self) -> list[Job]:
         return [self._ended.popleft() for _ in range(len(self._ended))]
@@ -88,7 +91,7 @@ class Jobs:
         latest = time.monotonic() - timeout_s
         with self._changed:
             old = [job for job in self._running.values() if job.is_load and job.begun <= latest]
-        given_up = sum(chunk.cancel() for job in old for chunk in job.chunks if not chunk.done())
+            given_up = sum(self._give_up(job) for job in old)
         self._counts.fail("load_failures", "timeout", given_up)
         self.is_stuck = given_up > 0 or (self.is_stuck and bool(old))
 
@@ -102,44 +105,57 @@ class Jobs:
         deadline = time.monotonic() + timeout_s
         self.drain(timeout_s / 2)
         with self._changed:
-            waiting = [chunk for job in self._running.values() for chunk in job.chunks]
-        for chunk in waiting:
-            chunk.cancel()
+            for job in list(self._running.values()):
+                self._give_up(job)
         ended = [workers.close(max(0.0, deadline - time.monotonic())) for workers in (self._readers, self._writers)]
         return all(ended)
 
-    def _submit(self, workers: Workers, job: Job, chunks: Sequence[int], move: Move) -> None:
+    def _submit(self, workers: Workers, job: Job, move: Move) -> None:
         if not job.keys:
             self._ended.append(job)
             return
         with self._changed:
             self._running[job.number] = job
-        for key, chunk in zip(job.keys, chunks, strict=True):
-            job.chunks.append(workers.submit(partial(self._timed, job, move, key, chunk)))
-        for key, moved in zip(job.keys, job.chunks, strict=True):
-            moved.add_done_callback(partial(self._chunk_ended, job, key))
+        for _ in range(min(workers.count, len(job.keys))):
+            workers.submit(partial(self._work, job, move))
 
-    def _timed(self, job: Job, move: Move, key: OffloadKey, chunk: int) -> bool:
-        begun = time.monotonic()
-        try:
-            return move(key, chunk)
-        finally:
+    def _work(self, job: Job, move: Move) -> None:
+        """Move chunks of a job until none waits. Runs on several threads for one job."""
+        while True:
+            try:
+                key, chunk = job.waiting.popleft()
+            except IndexError:
+                return
+            begun, is_moved = time.monotonic(), False
+            try:
+                is_moved = move(key, chunk)
+            except Exception:
+                logger.exception("a chunk was not %s", "loaded" if job.is_load else "saved")
+                self._counts.fail("load_failures" if job.is_load else "save_failures", "error")
             with self._changed:
                 job.seconds += time.monotonic() - begun
+                if is_moved:
+                    job.done.append(key)
+                self._count_down(job, 1)
 
-    def _chunk_ended(self, job: Job, key: OffloadKey, moved: Future[bool]) -> None:
-        """Called on the chunk's thread, or on the one that gave it up."""
-        error = None if moved.cancelled() else moved.exception()
-        if error is not None:
-            logger.error("a chunk was not %s", "loaded" if job.is_load else "saved", exc_info=error)
-            self._counts.fail("load_failures" if job.is_load else "save_failures", "error")
-        with self._changed:
-            if error is None and not moved.cancelled() and moved.result():
-                job.done.append(key)
-            if not job.is_load:
-                self._writing -= 1
-            job.left -= 1
-            if job.left == 0:
-                del self._running[job.number]
-                self._ended.append(job)
-                self._changed.notify_all()
+    def _give_up(self, job: Job) -> int:
+        """Forget the chunks that wait. Returns how many. The caller holds the lock."""
+        count = 0
+        while job.waiting:
+            try:
+                job.waiting.pop()
+            except IndexError:  # a thread has taken it
+                break
+            count += 1
+        if count:
+            self._count_down(job, count)
+        return count
+
+    def _count_down(self, job: Job, count: int) -> None:
+        job.left -= count
+        if not job.is_load:
+            self._writing -= count
+        if job.left == 0:
+            del self._running[job.number]
+            self._ended.append(job)
+            self._changed.notify_all()
