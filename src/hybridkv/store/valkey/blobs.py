@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError, UnknownFormat
@@ -14,11 +15,11 @@ from hybridkv.store.names import ObjectName, is_namespace
 from hybridkv.store.store import Leftovers, Stored
 from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.index import Index, replies, reply
-from hybridkv.store.valkey.keys import ABOUT, object_key, slot_of
+from hybridkv.store.valkey.keys import ABOUT, object_key, shard_of, slot_of
 from hybridkv.store.valkey.resp import Reply, ServerError, encode
 from hybridkv.store.valkey.room import Room
 from hybridkv.store.valkey.servers import Servers
-from hybridkv.store.valkey.transfer import FIRST_BYTES, PendingValkeyBlob, ValkeyBlob, slot
+from hybridkv.store.valkey.transfer import FIRST_BYTES, PendingValkeyBlob, ValkeyBlob, exist, slot
 
 MOST_VALUE_BYTES = 512 << 20
 """Longest string of a server whose `proto-max-bulk-len` was not changed."""
@@ -52,8 +53,15 @@ class ValkeyBlobs(Blobs):
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         if not names:
             return []
-        commands = [Command(encode("EXISTS", object_key(name)), slot(name)) for name in names]
-        return [answer == 1 for answer in replies(self.servers, self.servers.run(commands))]
+        shards: defaultdict[str, list[int]] = defaultdict(list)
+        for number, name in enumerate(names):
+            shards[shard_of(name)].append(number)
+        commands = [exist([names[number] for number in numbers], shard) for shard, numbers in shards.items()]
+        found = [False] * len(names)
+        for numbers, answer in zip(shards.values(), replies(self.servers, self.servers.run(commands)), strict=True):
+            for number, flag in zip(numbers, answer if isinstance(answer, list) else (), strict=False):
+                found[number] = flag == 1
+        return found
 
     def open(self, name: ObjectName) -> Blob:
         (found,) = self.open_all([name])

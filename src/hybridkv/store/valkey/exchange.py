@@ -52,6 +52,8 @@ class Command:
     """Bytes of the longest answer."""
     into: Buffers | None = None
     """Buffers of `most` bytes that the answer goes to. The answer is then its length."""
+    num_flags: int = 0
+    """If not 0: each of `parts` is a command that is answered by 0 or 1. The answer is the list of answers."""
 
 
 @dataclass(slots=True)
@@ -100,9 +102,9 @@ class Exchange:
             return
         try:
             for todo in self.todo:
-                if todo.is_asking:
-                    connection.reply(_SMALL_BYTES)
-                answers[todo.number] = _answer(connection, self._commands[todo.number])
+                command = self._commands[todo.number]
+                answer = _asked_answer if todo.is_asking else _answer
+                answers[todo.number] = answer(connection, command)
                 self._num_answers += 1
         except OSError as error:
             self._fail(error)
@@ -141,15 +143,34 @@ class Exchange:
 
     def _parts(self) -> Iterator[Bytes]:
         for todo in self.todo:
+            command = self._commands[todo.number]
+            if todo.is_asking and command.num_flags:
+                yield from (part for one in command.parts for part in (*_ASKING, one))
+                continue
             if todo.is_asking:
                 yield from _ASKING
-            yield from self._commands[todo.number].parts
+            yield from command.parts
 
 
 def _answer(connection: Connection, command: Command) -> Reply:
-    if command.into is None:
-        return connection.reply(command.most)
-    return connection.reply_into(command.into, command.most)
+    if command.into is not None:
+        return connection.reply_into(command.into, command.most)
+    if command.num_flags:
+        return _flags(connection.flags(command.num_flags, command.most))
+    return connection.reply(command.most)
+
+
+def _asked_answer(connection: Connection, command: Command) -> Reply:
+    """The answer after ASKING, which has an answer of its own."""
+    if not command.num_flags:
+        connection.reply(_SMALL_BYTES)
+        return _answer(connection, command)
+    return _flags([connection.reply(_SMALL_BYTES) for _ in range(2 * command.num_flags)][1::2])
+
+
+def _flags(answers: list[Reply]) -> Reply:
+    """The answers, or the first error among them: all are of one slot."""
+    return next((answer for answer in answers if isinstance(answer, ServerError)), answers)
 
 
 def is_moved(answer: Answer) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from hybridkv.store.buffers import Buffers, scatter, skip, total
 
 Bytes = bytes | bytearray | memoryview
-Reply: TypeAlias = "int | bytes | None | list[Reply] | ServerError"
+Reply: TypeAlias = "int | bytes | list[Reply] | ServerError | None"
 
 _BUFFER_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 15
@@ -102,6 +102,21 @@ class Connection:
         """Receive an answer of at most `most` bytes."""
         self._room = most
         return self._reply(0)
+
+    def flags(self, count: int, most: int) -> list[Reply]:
+        """Receive answers of which most are 0 or 1. Many are decoded at once."""
+        self._room = most
+        found: list[Reply] = []
+        while len(found) < count:
+            ready = min(count - len(found), (self._end - self._begin) // 4)
+            data = bytes(memoryview(self._buffer)[self._begin : self._begin + 4 * ready])
+            bits, frame = data[1::4], (data[::4], data[2::4], data[3::4])
+            if ready and frame == (b":" * ready, b"\r" * ready, b"\n" * ready) and not bits.strip(b"01"):
+                found += [bit - ord("0") for bit in bits]
+                self._begin += 4 * ready
+            else:
+                found.append(self._reply(0))
+        return found
 
     def reply_into(self, buffers: Buffers, nbytes: int) -> int | ServerError:
         """Receive a string of at most `nbytes` into the buffers, which hold as many. Returns its length.

@@ -20,7 +20,7 @@ else
 end
 return 1
 """
-"""Keys: object, meta, used, usage. Arguments: field, worth, time of use. Enters an object that exists into the index."""
+"""Keys: object, meta, used, usage. Arguments: field, worth, time of use. Enters an object that exists."""
 
 _FORGET = """
 local objects, nbytes = 0, 0

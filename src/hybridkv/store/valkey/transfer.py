@@ -27,6 +27,16 @@ def slot(name: ObjectName) -> int:
     return INDEX[shard_of(name)].slot
 
 
+def exist(names: Sequence[ObjectName], shard: str) -> Command:
+    """Whether each of these objects of one shard exists."""
+    parts = [b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in map(_raw_key, names)]
+    return Command(parts, INDEX[shard].slot, 256 * len(names), num_flags=len(names))
+
+
+def _raw_key(name: ObjectName) -> bytes:
+    return object_key(name).encode()
+
+
 class ValkeyBlob(Blob):
     piece_bytes = 16 << 20
     """The server copies what it sends."""
