@@ -18,6 +18,8 @@ Answer: TypeAlias = "Reply | StoreFault"
 
 _SMALL_BYTES = 4096
 _ASKING = encode("ASKING")
+_UNAVAILABLE = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN")
+"""Errors that concern the server, not the command."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,8 @@ class Exchange:
         self._was_idle = False
         self._num_answers = 0
         self.error: StoreFault | None = None
+        self.is_unavailable = False
+        """Whether the server answers that it cannot serve now."""
 
     @property
     def is_stale(self) -> bool:
@@ -104,7 +108,7 @@ class Exchange:
             for todo in self.todo:
                 command = self._commands[todo.number]
                 answer = _asked_answer if todo.is_asking else _answer
-                answers[todo.number] = answer(connection, command)
+                answers[todo.number] = self._judged(answer(connection, command))
                 self._num_answers += 1
         except OSError as error:
             self._fail(error)
@@ -116,6 +120,12 @@ class Exchange:
         self.node.pool.give(connection)
         if self.node.breaker is not None:
             self.node.breaker.succeed(0)
+
+    def _judged(self, answer: Reply) -> Answer:
+        if isinstance(answer, ServerError) and answer.code in _UNAVAILABLE:
+            self.is_unavailable = True
+            return self.node.fault(answer)
+        return answer
 
     def settle(self, answers: list[Answer]) -> None:
         """Commands without an answer are answered by the error."""

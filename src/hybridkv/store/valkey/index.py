@@ -66,7 +66,7 @@ class Index:
         self._servers = servers
         self._lock = Lock()
         self._usage: dict[str, Usage] = {}
-        """Last known, by shard: a server that fails keeps what it had."""
+        """Last known, by shard: a server that fails keeps what it had. A single server has it all in the first."""
 
     def enter(self, name: ObjectName, value: float | None, position: int | None, now: float) -> Command:
         """Enters an object that exists."""
@@ -108,13 +108,13 @@ class Index:
         replies(self._servers, self._servers.run(commands))
 
     def usage_commands(self) -> list[Command]:
-        return _USAGE
+        return _USAGE if self._servers.is_cluster else _USAGE_AT_ONCE
 
     def usage(self, answers: Sequence[Answer]) -> Usage:
         """The sum of all shards, from the answers to `usage_commands`."""
         found = replies(self._servers, answers)
         with self._lock:
-            for shard, one in zip(SHARDS, found, strict=True):
+            for shard, one in zip(SHARDS, found, strict=False):
                 if isinstance(one, list):
                     self._usage[shard] = Usage(*(_count(number) for number in one[:2]))
             return Usage(*(sum(column) for column in zip(*self._usage.values(), strict=True)))
@@ -170,8 +170,8 @@ class Index:
     def lock(self) -> str | None:
         """Take the eviction lock. None: another process evicts. A killed holder loses the lock after half a minute."""
         token = secrets.token_hex(8)
-        command = Command(encode("SET", LOCK, token, "NX", "PX", _LOCK_MS), slot_of(LOCK))
-        return None if reply(self._servers, self._servers.run([command], again=False)[0]) is None else token
+        command = Command(encode("EVAL", scripts.LOCK, 1, LOCK, token, _LOCK_MS), slot_of(LOCK))
+        return token if reply(self._servers, self._servers.run([command], again=False)[0]) == 1 else None
 
     def unlock(self, token: str) -> None:
         self._servers.run([Command(encode("EVAL", scripts.UNLOCK, 1, LOCK, token), slot_of(LOCK))])
@@ -224,3 +224,4 @@ def _time(score: Reply) -> float:
 
 
 _USAGE = [Command(encode("HMGET", one.usage, "objects", "nbytes"), one.slot) for one in INDEX.values()]
+_USAGE_AT_ONCE = [Command(encode("EVAL", scripts.USAGE, len(SHARDS), *(one.usage for one in INDEX.values())), 0)]

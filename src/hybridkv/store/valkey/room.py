@@ -28,7 +28,7 @@ EvictedHook = Callable[[ObjectName, Blob], None]
 
 NO_LIMIT = 1 << 59
 """Sizes from here on are no limit."""
-_KNOWN_S = 0.2
+_KNOWN_S = 0.05
 """How long a known usage counts. What this process writes meanwhile is added."""
 _WAIT_S = 0.05
 

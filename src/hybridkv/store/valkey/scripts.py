@@ -92,4 +92,25 @@ return entries
 """
 """Keys: meta, used. Argument: how many. Returns field, time and entry of each, the least recently used first."""
 
+LOCK = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+"""Key: the lock. Arguments: token, milliseconds. A plain SET would be refused while memory is full.
+
+DEL deletes nothing, and is the first write.
+"""
+
+USAGE = """
+local objects, nbytes = 0, 0
+for _, key in ipairs(KEYS) do
+  local one = redis.call('HMGET', key, 'objects', 'nbytes')
+  objects, nbytes = objects + (one[1] or 0), nbytes + (one[2] or 0)
+end
+return {string.format('%d', objects), string.format('%d', nbytes)}
+"""
+"""Keys: usage of all shards, which only a single server has in one place. Returns their sum."""
+
 UNLOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"

@@ -106,7 +106,8 @@ class Servers:
         for one in exchanges:
             one.report()
             one.settle(answers)
-            self._is_stale = self._is_stale or (self.is_cluster and one.error is not None)
+            if self.is_cluster and (one.error is not None or one.is_unavailable):
+                self._is_stale = True
 
     def _once(self, exchanges: Sequence[Exchange], answers: list[Answer], fresh: bool) -> None:
         try:
