@@ -327,6 +327,23 @@ def test_evicted_objects_are_handed_over_whole(server: ValkeyServer) -> None:
         assert gone[0] == names[0]
 
 
+def test_shrinking_hands_over_piece_by_piece(
+    server: ValkeyServer, store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.store.valkey.room._MOST_TOLD_BYTES", 2 * ONE)
+    names = fill(server, store, [100.0] * 7)
+    told = []
+
+    def hook(reader: Reader) -> None:
+        with reader:
+            told.append(reader.header.name)
+            assert read_row(reader, 0) == rows_of(reader.header.name, [4096])[0]
+
+    store.on_evict(hook)
+    assert store.shrink(0) == 7
+    assert sorted(told) == sorted(names)
+
+
 def test_only_one_process_evicts(server: ValkeyServer) -> None:
     with opened(server.url, 4 * ONE) as store:
         names = fill(server, store, [100.0] * 4)

@@ -13,16 +13,15 @@ from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.file.descriptions import decode_description, encode_description
 from hybridkv.store.names import ObjectName, is_namespace
 from hybridkv.store.store import Leftovers, Stored
+from hybridkv.store.valkey import scripts
 from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.index import Index, replies, reply
-from hybridkv.store.valkey.keys import ABOUT, object_key, shard_of, slot_of
+from hybridkv.store.valkey.keys import ABOUT, MOST_VALUE_BYTES, object_key, shard_of, slot_of
 from hybridkv.store.valkey.resp import Reply, ServerError, encode
 from hybridkv.store.valkey.room import Room
 from hybridkv.store.valkey.servers import Servers
 from hybridkv.store.valkey.transfer import FIRST_BYTES, PendingValkeyBlob, ValkeyBlob, exist, slot
 
-MOST_VALUE_BYTES = 512 << 20
-"""Longest string of a server whose `proto-max-bulk-len` was not changed."""
 _ABOUT_BYTES = 64 << 20
 
 logger = logging.getLogger("hybridkv.store")
@@ -98,7 +97,8 @@ class ValkeyBlobs(Blobs):
         """An object of 0 bytes is corrupt, not missing. The server answers the same for both at first."""
         missing = [number for number, one in enumerate(found) if isinstance(one, MissingObject)]
         if missing:
-            commands = [Command(encode("EXISTS", object_key(names[one])), slot(names[one])) for one in missing]
+            keys = [(object_key(names[number]), slot(names[number])) for number in missing]
+            commands = [Command(encode("EVAL", scripts.IS_EMPTY, 1, key), at) for key, at in keys]
             for number, answer in zip(missing, self.servers.run(commands), strict=True):
                 if answer == 1:
                     found[number] = ValkeyBlob(self.servers, names[number], 0, b"")
@@ -119,7 +119,7 @@ class ValkeyBlobs(Blobs):
         try:
             exists = self.reply(name, answers[0])
         except MissingObject:  # its server fails
-            self.room.dropped += 1
+            self.room.drop()
             return None
         if exists or not self.room.reserve(nbytes, answers[1:], self.on_evict):
             return None
@@ -130,11 +130,11 @@ class ValkeyBlobs(Blobs):
             raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
 
     def _drop_too_large(self, name: ObjectName, nbytes: int) -> None:
-        self.room.dropped += 1
+        self.room.drop()
         if not self._is_too_large_logged:
             self._is_too_large_logged = True
-            sizes = f"{nbytes:,} bytes, and the server takes {MOST_VALUE_BYTES:,} at most"
-            logger.warning("%s: an object of %s, is not kept; nor are others as large", name, sizes)
+            sizes = f"an object of {nbytes:,} bytes, and the server takes {MOST_VALUE_BYTES:,} at most"
+            logger.warning("%s: %s; it is not kept, nor are others as large", name, sizes)
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         return self.index.remove(names) if names else 0

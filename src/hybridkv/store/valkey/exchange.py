@@ -75,10 +75,15 @@ class Exchange:
         self._commands = commands
         self._connection: Connection | None = None
         self._was_idle = False
+        self._is_skipped = False
         self._num_answers = 0
         self.error: StoreFault | None = None
         self.is_unavailable = False
         """Whether the server answers that it cannot serve now."""
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._connection is not None
 
     @property
     def is_stale(self) -> bool:
@@ -88,7 +93,7 @@ class Exchange:
     def send(self, *, fresh: bool = False) -> None:
         node, self.error = self.node, None
         if node.breaker is not None and not node.breaker.admit(again=True):
-            self.error = StoreFault(f"{node.pool.place} rests after a fault")
+            self.error, self._is_skipped = StoreFault(f"{node.pool.place} rests after a fault"), True
             return
         try:
             self._connection, self._was_idle = node.pool.take(fresh=fresh)
@@ -144,7 +149,7 @@ class Exchange:
 
     def report(self) -> None:
         """Tell the server's breaker about the error."""
-        if self.error is not None and self.node.breaker is not None:
+        if self.error is not None and self.node.breaker is not None and not self._is_skipped:
             self.node.breaker.fail(0, self.error)
 
     def _nbytes(self) -> int:

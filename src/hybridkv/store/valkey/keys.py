@@ -23,6 +23,8 @@ ROOT = "hybridkv-v1"
 ABOUT = f"{ROOT}:about"
 LOCK = f"{ROOT}:evicting"
 NUM_SLOTS = 16_384
+MOST_VALUE_BYTES = 512 << 20
+"""Longest string of a server whose `proto-max-bulk-len` was not changed."""
 SHARDS = [f"{number:02x}" for number in range(256)]
 
 

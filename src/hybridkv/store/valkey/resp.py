@@ -126,7 +126,7 @@ class Connection:
         if self._begin == self._end and self._is_plain and len(buffers) < _MOST_PARTS:
             header = b"$%d\r\n" % nbytes
             found = bytearray(len(header))
-            count = self._received(self._sock.recvmsg_into([found, *buffers])[0])
+            count = self._receive_some([memoryview(found), *buffers])
             if found == header:
                 self._receive([*skip(buffers, count - len(header)), end := memoryview(bytearray(2))])
                 return _checked_end(end, nbytes)
@@ -183,14 +183,17 @@ class Connection:
     def _receive(self, buffers: Buffers) -> None:
         views = [view for view in buffers if len(view)]
         while views:
-            try:
-                if self._is_plain:
-                    count = self._sock.recvmsg_into(views[:_MOST_PARTS], 0, socket.MSG_WAITALL)[0]
-                else:
-                    count = self._sock.recv_into(views[0])
-            except BlockingIOError:
-                raise TimeoutError from None
-            views = skip(views, self._received(count))
+            views = skip(views, self._receive_some(views[:_MOST_PARTS], socket.MSG_WAITALL))
+
+    def _receive_some(self, views: Sequence[memoryview], flags: int = 0) -> int:
+        try:
+            count = self._sock.recvmsg_into(views, 0, flags)[0] if self._is_plain else self._sock.recv_into(views[0])
+        except BlockingIOError:
+            raise TimeoutError from None
+        if count == 0:
+            raise ConnectionResetError("the server closed the connection")
+        self._check_time()
+        return count
 
     def _line(self) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._begin, self._end)) < 0:
@@ -208,21 +211,11 @@ class Connection:
             rest = self._buffer[self._begin : self._end]
             self._buffer = rest + bytearray(max(_BUFFER_BYTES, len(rest)))
             self._begin, self._end = 0, len(rest)
-        try:
-            count = self._sock.recv_into(memoryview(self._buffer)[self._end :])
-        except BlockingIOError:
-            raise TimeoutError from None
-        self._end += self._received(count)
+        self._end += self._receive_some([memoryview(self._buffer)[self._end :]])
 
     def _push_back(self, data: bytes) -> None:
         self._buffer = bytearray(data) + bytearray(_BUFFER_BYTES)
         self._begin, self._end = 0, len(data)
-
-    def _received(self, count: int) -> int:
-        if count == 0:
-            raise ConnectionResetError("the server closed the connection")
-        self._check_time()
-        return count
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:

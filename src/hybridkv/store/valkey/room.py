@@ -20,7 +20,7 @@ from hybridkv.store.memory import MemoryBlob
 from hybridkv.store.names import ObjectName
 from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.index import Index
-from hybridkv.store.valkey.keys import INDEX, object_key, shard_of
+from hybridkv.store.valkey.keys import INDEX, MOST_VALUE_BYTES, object_key, shard_of
 from hybridkv.store.valkey.resp import encode
 from hybridkv.store.valkey.servers import Servers
 
@@ -31,6 +31,8 @@ NO_LIMIT = 1 << 59
 _KNOWN_S = 0.05
 """How long a known usage counts. What this process writes meanwhile is added."""
 _WAIT_S = 0.05
+_MOST_TOLD_BYTES = 64 << 20
+"""What is read at once for the eviction hook."""
 
 
 class Room:
@@ -69,8 +71,13 @@ class Room:
                     self._evict_for(nbytes, hook)
                 if self._take(nbytes):
                     return True
-        self.dropped += 1
+        self.drop()
         return False
+
+    def drop(self) -> None:
+        """Count a write that is not kept."""
+        with self._lock:
+            self.dropped += 1
 
     def give_back(self, nbytes: int, *, kept: bool = False) -> None:
         with self._lock:
@@ -130,13 +137,15 @@ class Room:
         while (excess := (usage := self._ask()).nbytes - goal) > 0 and usage.nbytes < before:
             before = usage.nbytes
             wanted = with_slack(excess, self.size, is_told=hook is not None) if slack else excess
+            wanted = wanted if hook is None else min(wanted, _MOST_TOLD_BYTES)
             going = chosen(ranked(self._index.oldest(wanted, usage), time.time()), wanted)
             if not going:
                 break
             blobs = self._read(going) if hook is not None else {}
             gone = self._index.remove((one.name for one in going), {one.name: one.used_at for one in going})
             count += gone
-            self.evicted += gone
+            with self._lock:
+                self.evicted += gone
             if hook is not None:
                 for name, blob in blobs.items():
                     hook(name, blob)
@@ -144,7 +153,8 @@ class Room:
 
     def _read(self, going: Sequence[Evictable]) -> dict[ObjectName, Blob]:
         """Whole objects in memory, for the eviction hook. Those that cannot be read are left out."""
-        data = [np.empty(max(1, one.nbytes), np.uint8) for one in going]
+        going = [one for one in going if 0 < one.nbytes <= MOST_VALUE_BYTES]
+        data = [np.empty(one.nbytes, np.uint8) for one in going]
         commands = [
             Command(
                 encode("GETRANGE", object_key(one.name), 0, len(part) - 1),
@@ -156,7 +166,7 @@ class Room:
         ]
         answers = self._servers.run(commands)
         found = zip(going, data, answers, strict=True)
-        return {one.name: MemoryBlob(part) for one, part, answer in found if answer == one.nbytes > 0}
+        return {one.name: MemoryBlob(part) for one, part, answer in found if answer == one.nbytes}
 
     def _wait_for_lock(self) -> str:
         end = time.monotonic() + 5

@@ -92,6 +92,9 @@ return entries
 """
 """Keys: meta, used. Argument: how many. Returns field, time and entry of each, the least recently used first."""
 
+IS_EMPTY = "return redis.call('EXISTS', KEYS[1]) == 1 and redis.call('STRLEN', KEYS[1]) == 0 and 1 or 0"
+"""Key: an object. Two commands would take an object that is written between them for an empty one."""
+
 LOCK = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('DEL', KEYS[1])

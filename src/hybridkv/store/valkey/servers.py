@@ -113,7 +113,8 @@ class Servers:
         try:
             for one in exchanges:
                 one.send(fresh=fresh)
-            self.trips.add()
+            if any(one.is_under_way for one in exchanges):
+                self.trips.add()
             for one in exchanges:
                 one.receive(answers)
         finally:  # nothing to do unless the thread was interrupted
