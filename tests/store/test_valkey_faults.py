@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from hybridkv.store import CorruptObject, Guarded, MissingObject, StoreFault, StoreInputError, open_store
 from hybridkv.store.urls import parse_url
 from hybridkv.store.valkey.blobs import ValkeyBlobs, ValkeyStore
+from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.keys import INDEX, object_key, shard_of
 from hybridkv.store.valkey.opening import open_address
-from hybridkv.store.valkey.resp import Connection, GarbledError, ServerError
+from hybridkv.store.valkey.resp import Connection
+from hybridkv.store.valkey.wire import GarbledError, ServerError
 from tests.store.samples import load, name_of, read_row, rows_of, save
 from tests.store.servers.proxy import Proxy
 from tests.store.servers.valkey import ValkeyCluster, ValkeyServer
@@ -98,6 +100,24 @@ def test_fault_of_an_object_that_goes_between_lookup_and_read(server: ValkeyServ
             with pytest.raises(MissingObject, match="deleted"):
                 read_row(reader, 0)
         assert store.stats.corrupt == store.stats.faults == 0
+
+
+def test_fault_of_an_object_written_while_it_is_opened(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(server.url) as store, opened(server.url) as other:
+        servers = blobs_of(store).servers
+        real, calls = servers.run, []
+
+        def run(commands: Sequence[Command], *, again: bool = True) -> list[Answer]:
+            calls.append(len(commands))
+            answers = real(commands, again=again)
+            if len(calls) == 1:
+                save(other, NAME)
+            return answers
+
+        monkeypatch.setattr(servers, "run", run)
+        with pytest.raises(MissingObject):
+            store.open(NAME)
+        assert load(store, NAME) == rows_of(NAME)
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
@@ -351,7 +371,20 @@ def test_fault_of_a_wrong_password(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
     command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(folder / "key"), "-out", str(folder / "cert")]
     subprocess.run(command, check=True, capture_output=True)
     return folder

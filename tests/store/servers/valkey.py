@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from hybridkv.store.valkey.resp import Connection, Reply, ServerError, encode
+from hybridkv.store.valkey.resp import Connection
+from hybridkv.store.valkey.wire import Reply, ServerError, encode
 from tests.store.servers.proxy import Proxy
 
 _START_S = 20.0

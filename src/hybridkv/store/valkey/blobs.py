@@ -17,10 +17,10 @@ from hybridkv.store.valkey import scripts
 from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.index import Index, replies, reply
 from hybridkv.store.valkey.keys import ABOUT, MOST_VALUE_BYTES, object_key, shard_of, slot_of
-from hybridkv.store.valkey.resp import Reply, ServerError, encode
 from hybridkv.store.valkey.room import Room
 from hybridkv.store.valkey.servers import Servers
 from hybridkv.store.valkey.transfer import FIRST_BYTES, PendingValkeyBlob, ValkeyBlob, exist, slot
+from hybridkv.store.valkey.wire import Reply, ServerError, encode
 
 _ABOUT_BYTES = 64 << 20
 

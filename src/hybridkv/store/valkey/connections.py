@@ -10,7 +10,8 @@ from threading import Lock
 from typing import NamedTuple
 
 from hybridkv.errors import StoreFault
-from hybridkv.store.valkey.resp import Connection, Reply, ServerError, encode
+from hybridkv.store.valkey.resp import Connection
+from hybridkv.store.valkey.wire import Reply, ServerError, encode
 
 _MOST_IDLE = 32
 _CONNECT_S = 2.0

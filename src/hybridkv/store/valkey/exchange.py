@@ -11,7 +11,8 @@ from hybridkv.errors import StoreFault
 from hybridkv.store.breaker import Breaker
 from hybridkv.store.buffers import Buffers
 from hybridkv.store.valkey.connections import Pool
-from hybridkv.store.valkey.resp import Bytes, Connection, Reply, ServerError, encode
+from hybridkv.store.valkey.resp import Connection
+from hybridkv.store.valkey.wire import Bytes, Reply, ServerError, encode
 
 Answer: TypeAlias = "Reply | StoreFault"
 """StoreFault: the server did not answer this command."""

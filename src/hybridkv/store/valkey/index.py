@@ -33,8 +33,8 @@ from hybridkv.store.valkey.keys import (
     shard_of,
     slot_of,
 )
-from hybridkv.store.valkey.resp import Reply, ServerError, encode
 from hybridkv.store.valkey.servers import Servers
+from hybridkv.store.valkey.wire import Reply, ServerError, encode
 
 _MOST_NAMES = 500
 """Names in one script, which blocks the server while it runs."""

@@ -11,36 +11,31 @@ import ssl
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
-from hybridkv.store.buffers import Buffers, scatter, skip, total
-
-Bytes = bytes | bytearray | memoryview
-Reply: TypeAlias = "int | bytes | list[Reply] | ServerError | None"
+from hybridkv.store.buffers import Buffers, scatter, skip
+from hybridkv.store.valkey.wire import (
+    Bytes,
+    GarbledError,
+    Reply,
+    ServerError,
+    checked_end,
+    cut,
+    error_of,
+    first,
+    joined,
+    number,
+    shown,
+)
 
 _BUFFER_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 15
 _MOST_DEPTH = 8
 _MOST_PARTS = 512
 """Buffers in one system call. Linux takes 1024."""
-_JOINED_BYTES = 1 << 14
-"""Parts that are smaller are joined before they are sent."""
 _ITEM_BYTES = 16
 """What an item of an array counts for the limit on a reply."""
 _SLOWEST = 16 << 20
 """Bytes a second that a slow connection moves at least. A call may take so much longer than the timeout."""
-
-
-class ServerError(Exception):
-    """An error that the server answered with. It concerns one command; the connection is fine."""
-
-    @property
-    def code(self) -> str:
-        return str(self).partition(" ")[0]
-
-
-class GarbledError(ConnectionError):
-    """The server sent something that is no answer to what was asked."""
 
 
 class Connection:
@@ -129,15 +124,15 @@ class Connection:
             count = self._receive_some([memoryview(found), *buffers])
             if found == header:
                 self._receive([*skip(buffers, count - len(header)), end := memoryview(bytearray(2))])
-                return _checked_end(end, nbytes)
-            self._push_back(_first(count, [memoryview(found), *buffers]))
+                return checked_end(end, nbytes)
+            self._push_back(first(count, [memoryview(found), *buffers]))
         line = self._line()
         if line[:1] == b"-":
-            return _error(line)
-        length = _number(line[1:]) if line[:1] == b"$" else -1
+            return error_of(line)
+        length = number(line[1:]) if line[:1] == b"$" else -1
         if not 0 <= length <= nbytes:
-            raise GarbledError(f"{_shown(line)} is no string of at most {nbytes:,} bytes")
-        self._take(_cut(buffers, length), length)
+            raise GarbledError(f"{shown(line)} is no string of at most {nbytes:,} bytes")
+        self._take(cut(buffers, length), length)
         return length
 
     def _reply(self, depth: int) -> Reply:
@@ -145,16 +140,16 @@ class Connection:
         kind, rest = line[:1], line[1:]
         self._spend(_ITEM_BYTES)
         if kind == b":":
-            return _number(rest)
+            return number(rest)
         if kind == b"+":
             return rest
         if kind == b"-":
-            return _error(line)
-        length = _number(rest) if kind in (b"$", b"*") else -2
+            return error_of(line)
+        length = number(rest) if kind in (b"$", b"*") else -2
         if length == -1:
             return None
         if length < 0 or depth >= _MOST_DEPTH:
-            raise GarbledError(f"{_shown(line)} is no answer")
+            raise GarbledError(f"{shown(line)} is no answer")
         if kind == b"*":
             self._spend(length * _ITEM_BYTES)
             return [self._reply(depth + 1) for _ in range(length)]
@@ -164,7 +159,7 @@ class Connection:
     def _string(self, length: int) -> bytes:
         if self._end - self._begin >= length + 2:
             begin, self._begin = self._begin, self._begin + length + 2
-            _checked_end(memoryview(self._buffer)[begin + length : self._begin], length)
+            checked_end(memoryview(self._buffer)[begin + length : self._begin], length)
             return bytes(memoryview(self._buffer)[begin : begin + length])
         data = bytearray(length)
         self._take([memoryview(data)], length)
@@ -178,7 +173,7 @@ class Connection:
         count = scatter(ready, targets)
         self._begin += count
         self._receive(skip(targets, count))
-        _checked_end(end, length)
+        checked_end(end, length)
 
     def _receive(self, buffers: Buffers) -> None:
         views = [view for view in buffers if len(view)]
@@ -225,70 +220,3 @@ class Connection:
         self._room -= nbytes
         if self._room < 0:
             raise GarbledError("an answer that is far longer than what was asked for")
-
-
-def encode(*arguments: Bytes | str | int) -> list[Bytes]:
-    """A command in parts, which are sent one after another. Large arguments are parts of their own, not copied."""
-    parts: list[Bytes] = []
-    small = b"*%d\r\n" % len(arguments)
-    for argument in arguments:
-        data = str(argument).encode() if isinstance(argument, str | int) else argument
-        if len(data) < _JOINED_BYTES:
-            small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
-        else:
-            parts += [small + b"$%d\r\n" % len(data), data]
-            small = b"\r\n"
-    return [*parts, small]
-
-
-def joined(parts: Iterable[Bytes]) -> list[memoryview]:
-    """The parts, with runs of small ones joined."""
-    views: list[memoryview] = []
-    run: list[Bytes] = []
-    for part in parts:
-        if len(part) < _JOINED_BYTES:
-            run.append(part)
-            continue
-        if run:
-            views.append(memoryview(b"".join(run)))
-            run = []
-        views.append(memoryview(part))
-    if run:
-        views.append(memoryview(b"".join(run)))
-    return views
-
-
-def _cut(buffers: Buffers, length: int) -> list[memoryview]:
-    """The first `length` bytes of the buffers."""
-    if total(buffers) == length:
-        return list(buffers)
-    found = []
-    for view in buffers:
-        found.append(view[:length])
-        length -= len(found[-1])
-    return found
-
-
-def _first(count: int, buffers: Sequence[memoryview]) -> bytes:
-    return b"".join(_cut(buffers, count))
-
-
-def _number(text: bytes) -> int:
-    if len(text) > 20 or not text.removeprefix(b"-").isdigit():
-        raise GarbledError(f"{_shown(text)} is no number")
-    return int(text)
-
-
-def _error(line: bytes) -> ServerError:
-    return ServerError(_shown(line[1:]))
-
-
-def _shown(line: bytes) -> str:
-    text = line[:200].decode("ascii", "replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _checked_end(end: memoryview, nbytes: int) -> int:
-    if bytes(end) != b"\r\n":
-        raise GarbledError(f"a string of {nbytes:,} bytes does not end where it should")
-    return nbytes

@@ -21,8 +21,8 @@ from hybridkv.store.names import ObjectName
 from hybridkv.store.valkey.exchange import Answer, Command
 from hybridkv.store.valkey.index import Index
 from hybridkv.store.valkey.keys import INDEX, MOST_VALUE_BYTES, object_key, shard_of
-from hybridkv.store.valkey.resp import encode
 from hybridkv.store.valkey.servers import Servers
+from hybridkv.store.valkey.wire import encode
 
 EvictedHook = Callable[[ObjectName, Blob], None]
 

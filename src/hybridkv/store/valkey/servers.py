@@ -15,7 +15,7 @@ from hybridkv.store.breaker import Breaker
 from hybridkv.store.valkey.connections import Login, Place, Pool, Trips
 from hybridkv.store.valkey.exchange import Answer, Command, Exchange, Node, Todo, is_moved
 from hybridkv.store.valkey.keys import NUM_SLOTS
-from hybridkv.store.valkey.resp import Reply, ServerError, encode
+from hybridkv.store.valkey.wire import Reply, ServerError, encode
 
 _MOST_REDIRECTS = 4
 _MOST_NODES = 1000

@@ -15,9 +15,9 @@ from hybridkv.store.names import ObjectName
 from hybridkv.store.valkey.exchange import Command
 from hybridkv.store.valkey.index import Index, reply
 from hybridkv.store.valkey.keys import INDEX, object_key, shard_of
-from hybridkv.store.valkey.resp import ServerError, encode
 from hybridkv.store.valkey.room import Room
 from hybridkv.store.valkey.servers import Servers
+from hybridkv.store.valkey.wire import ServerError, cut, encode
 
 FIRST_BYTES = 68 << 10
 """What comes along when an object is opened: its header, and 64 KiB of rows."""
@@ -53,9 +53,7 @@ class ValkeyBlob(Blob):
         if done == nbytes:
             return done
         rest, length = skip(buffers, done), nbytes - done
-        if total(rest) != length:
-            rest = _cut(rest, length)
-        return done + self._fetch(offset + done, rest, length)
+        return done + self._fetch(offset + done, cut(rest, length), length)
 
     def _fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
         name = self._name
@@ -112,12 +110,3 @@ class PendingValkeyBlob(PendingBlob):
                 return
             self._is_over = True
         self._room.give_back(len(self._data), kept=kept)
-
-
-def _cut(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
-    """The first `length` bytes of the buffers."""
-    found = []
-    for view in buffers:
-        found.append(view[:length])
-        length -= len(found[-1])
-    return found
