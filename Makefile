@@ -122,7 +122,8 @@ prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, the
 	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"
 
 # Each round: random requests, aborts and faults of the store in a real vLLM, every reply checked. Minutes for each model.
-prove-vllm: setup-vllm ## The connector in vLLM on a store with random faults: 40 rounds of each model
+prove-vllm: setup-vllm ## Connector and tier in vLLM on a store with random faults: 40 rounds of each model
+	HYBRIDKV_TIER_ROUNDS=200 $(VLLM_BIN)/pytest tests_vllm/test_tier_faults.py -k random
 	HYBRIDKV_VLLM_ROUNDS=40 $(VLLM_BIN)/pytest tests_vllm/test_connector_faults.py -k random
 
 lint: setup ## Format check, lint, types
