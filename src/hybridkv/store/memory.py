@@ -161,9 +161,9 @@ class MemoryBlobs(Blobs):
 class MemoryBlob(Blob):
     """Keeps its bytes alive after the object is removed from the store."""
 
-    def __init__(self, data: Bytes | memoryview) -> None:
+    def __init__(self, data: Bytes) -> None:
         self.nbytes = len(data)
-        self._data = memoryview(data)
+        self._data = data.data
 
     def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
         return scatter(self._data[offset : offset + nbytes], buffers)

@@ -1,13 +1,21 @@
-"""A real S3 server, ministack, in a process of its own. It checks signatures of requests."""
+"""A real S3 server, ministack, in a process of its own.
+
+It checks signatures of users that `make_user` makes, but not those of the root user, whose key is ACCESS_KEY.
+"""
 
 from __future__ import annotations
 
+import html
 import os
+import re
+import secrets
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import obstore
 from obstore.exceptions import GenericError
@@ -45,7 +53,7 @@ class S3Server:
             "LOG_LEVEL": "ERROR",
             "S3_DATA_DIR": str(self.directory),
             "S3_PERSIST": "1",
-            "SERVICES": "s3",
+            "SERVICES": "s3,iam",
             "STATE_DIR": str(self.directory / "state"),
             "TMPDIR": str(self.directory.parent),
         }
@@ -73,6 +81,25 @@ class S3Server:
         """A plain client of the bucket."""
         keys = {"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY, "region": "us-east-1"}
         return S3Store(bucket, endpoint=self.endpoint, client_options={"allow_http": True}, **keys, **options)
+
+    def make_user(self) -> dict[str, str]:
+        """Make a user who may do everything in S3. Returns the environment variables with the user's keys."""
+        policy = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}'
+        user = f"user-{secrets.token_hex(4)}"
+        self._ask_iam(Action="CreateUser", UserName=user)
+        self._ask_iam(Action="PutUserPolicy", UserName=user, PolicyName="all", PolicyDocument=policy)
+        reply = self._ask_iam(Action="CreateAccessKey", UserName=user)
+        key, secret = (re.search(f"<{tag}>(.+?)</{tag}>", reply) for tag in ("AccessKeyId", "SecretAccessKey"))
+        assert key is not None
+        assert secret is not None
+        return {"AWS_ACCESS_KEY_ID": key[1], "AWS_SECRET_ACCESS_KEY": html.unescape(secret[1])}
+
+    def _ask_iam(self, **fields: str) -> str:
+        body = urlencode({**fields, "Version": "2010-05-08"}).encode()
+        scope = f"{ACCESS_KEY}/20260101/us-east-1/iam/aws4_request"
+        who = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
+        with urlopen(Request(self.endpoint, body, {"Authorization": who}), timeout=10) as reply:
+            return str(reply.read().decode())
 
     def _make_bucket(self) -> None:
         """obstore has no call for it, but a PUT of the bucket's name makes it: here the name is taken for a key."""

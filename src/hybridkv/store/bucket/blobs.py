@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import partial
 from threading import Lock
 
+import numpy as np
+
 from hybridkv.errors import MissingObject, StoreError, StoreFault
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.bucket.blob import BucketBlob, PendingBucketBlob
@@ -222,6 +224,6 @@ class BucketBlobs(Blobs):
         for one in going:
             with suppress(MissingObject, StoreFault):
                 blob = self.open(one.name)
-                data = memoryview(bytearray(blob.nbytes))
-                blob.read_at(0, [data], blob.nbytes)
+                data = np.empty(blob.nbytes, np.uint8)
+                blob.read_at(0, [data.data], blob.nbytes)
                 hook(one.name, MemoryBlob(data))

@@ -14,17 +14,19 @@ ERRORS = (BaseError, OSError, ValueError)
 """What obstore raises: its own errors, FileNotFoundError, TimeoutError and ValueError."""
 
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]{1,64})\s*</Code>")
-_QUERY = re.compile(r"\?[^\s\"']*")
+_PATH = re.compile(r"(https?://[^/?\s]+)\S*")
+_KEY = re.compile(r" (?:for path|at location) \S+")
 _DURATION = re.compile(r" in [0-9.]+[a-zµ]+(?= - )")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _MOST_LETTERS = 300
 
 
 def reason(error: BaseException) -> str:
-    """One printable line without queries (they may be signed) and without the server's page."""
+    """One printable line without paths and queries (they may be signed) and without the server's page."""
     text = str(error)
     code = _CODE.search(text)
-    line = _QUERY.sub("", _DURATION.sub("", text.split("<?xml")[0].strip().split("\n")[0]))
+    line = text.split("<?xml")[0].strip().split("\n")[0]
+    line = _KEY.sub("", _PATH.sub(r"\1", _DURATION.sub("", line)))
     shown = "".join(letter for letter in line if letter.isprintable()).rstrip(" :")[:_MOST_LETTERS]
     return f"{shown} ({code[1]})" if code else shown or type(error).__name__
 

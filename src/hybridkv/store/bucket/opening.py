@@ -1,4 +1,4 @@
-"""Opening a bucket by its URL. Credentials come from the environment and from the provider's files, never from a URL."""
+"""Opening a bucket by its URL. Credentials come from the environment and the provider's files, never from a URL."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_address(address: Address, size: int) -> BlobStore:
     for segment in prefix.split("/") if prefix else ():
         if not _SEGMENT.fullmatch(segment) or segment in (".", ".."):
             raise StoreInputError(
-                f"{address.url!r}: {segment!r} cannot be part of a prefix; use letters, digits and _ . = + @ , ( ) ! ' -"
+                f"{address.url!r}: {segment!r} cannot be part of a prefix; use letters, digits and _.=+@,()!'-"
             )
     timeout = address.seconds("timeout", _TIMEOUT_S)
     return BlobStore(BucketBlobs(_connector(address), address.label, prefix, size, timeout))

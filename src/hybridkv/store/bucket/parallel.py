@@ -30,7 +30,8 @@ class Parallel:
         """Results in order. After a StoreFault no more calls begin: the fault stands in their places."""
         if not calls:
             return []
-        future = asyncio.run_coroutine_threadsafe(_all(calls, self._most), self._started())
+        loop = self._started()
+        future = asyncio.run_coroutine_threadsafe(_all(calls, self._most), loop)
         try:
             return future.result()
         except CancelledError:
