@@ -40,18 +40,10 @@ def main(url: str, family: str, seed: int, rounds: int) -> None:
     driver.settle()
     counted, streamed = store.stats, driver.stats
     driver.close()
-    print(
-        json.dumps(
-            {
-                "saved": counted.saved,
-                "evicted": counted.evicted,
-                "corrupt": counted.corrupt,
-                "faults": counted.faults,
-                "dropped": counted.dropped,
-                "loaded": streamed.loaded_tokens,
-                "failures": dict(streamed.failures),
-            }
-        )
+    kinds = ("saved", "evicted", "corrupt", "faults", "dropped")
+    found = {kind: getattr(counted, kind) for kind in kinds}
+    sys.stdout.write(
+        json.dumps({**found, "loaded": streamed.loaded_tokens, "failures": dict(streamed.failures)}) + "\n"
     )
 
 

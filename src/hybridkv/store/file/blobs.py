@@ -18,7 +18,7 @@ from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers
 from hybridkv.store.descriptions import encode_description
 from hybridkv.store.eviction import chosen, ranked, with_slack
-from hybridkv.store.descriptions import read_descriptions
+from hybridkv.store.file.descriptions import read_descriptions
 from hybridkv.store.file.folder import ROOT, Folder
 from hybridkv.store.file.io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
 from hybridkv.store.file.pending import LockedFile, PendingFiles

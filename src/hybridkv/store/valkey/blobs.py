@@ -28,6 +28,8 @@ logger = logging.getLogger("hybridkv.store")
 
 
 class ValkeyBlobs(Blobs):
+    opens_together = 64
+
     def __init__(self, servers: Servers, size: int) -> None:
         if size < 1:
             raise StoreInputError(f"a store of {size} bytes: give it a size such as 200GiB, or none")
