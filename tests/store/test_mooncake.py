@@ -13,7 +13,7 @@ from hybridkv.store import Guarded, MissingObject, Reader, Store, StoreError, op
 from hybridkv.store.mooncake.blobs import MooncakeBlobs, MooncakeStore
 from hybridkv.store.urls import inspect_store, parse_url
 from tests.store.conformance import StoreConformance
-from tests.store.samples import NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
+from tests.store.samples import NAMESPACE, OTHER_NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 from tests.store.servers import mooncake
 from tests.store.servers.mooncake import MooncakeServer
 
@@ -48,6 +48,7 @@ def opened(server: MooncakeServer) -> Iterator[MooncakeBlobs]:
 def store(opened: MooncakeBlobs, plain: Any) -> MooncakeStore:
     """Empty, and with counters of its own."""
     plain.remove_all(True)
+    plain.batch_remove([f"hybridkv-v1/about/{namespace}" for namespace in (NAMESPACE, OTHER_NAMESPACE)], True)
     return MooncakeStore(opened.renewed())
 
 

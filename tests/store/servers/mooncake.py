@@ -28,9 +28,7 @@ _IMPORT = "from mooncake.store import MooncakeDistributedStore"
 def environment(package: Path) -> dict[str, str]:
     """What a process needs to import Mooncake's client, or to run its programs."""
     found = {"PYTHONPATH": str(package), "LD_LIBRARY_PATH": str(package / "lib")}
-    return {
-        name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in found.items()
-    }
+    return {name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in found.items()}
 
 
 def why_not(package: Path = PACKAGE, python: str = sys.executable) -> str | None:
@@ -56,7 +54,9 @@ def make_importable(package: Path = PACKAGE) -> None:
 class MooncakeServer:
     """`with MooncakeServer(folder) as server: open_store(server.url)`. Logs go to the folder."""
 
-    def __init__(self, folder: Path, size: str = "256 MB", package: Path = PACKAGE, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, size: str = "256 MB", package: Path = PACKAGE, options: tuple[str, ...] = ()
+    ) -> None:
         """`options`: more of the master's."""
         self._folder, self._size, self._package, self._options = folder, size, package, options
         self._port, self.admin_port = _free_port(), _free_port()

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from hybridkv.errors import StoreError, StoreFault
 from hybridkv.store.mooncake.calls import Calls
 from hybridkv.store.mooncake.staging import Region, Staging
+from hybridkv.store.names import ObjectName
+
+OBJECTS = "hybridkv-v1/objects/"
+"""What keys of objects begin with."""
 
 NO_ROOM = -200
 INVALID = -600
@@ -24,6 +28,10 @@ _REASONS = {
 }
 _ABANDONED: list[object] = []
 """Clients with calls that never returned, and their memory. To free either would crash the process."""
+
+
+def key_of(name: ObjectName) -> str:
+    return f"{OBJECTS}{name}"
 
 
 class RawClient(Protocol):

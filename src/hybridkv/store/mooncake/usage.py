@@ -10,6 +10,7 @@ from hybridkv.errors import StoreFault
 from hybridkv.store.blobs import Usage
 
 _LEAST_S = 10.0
+_MOST_S = 300.0
 _TIMES = 100
 """A count is used for so many times as long as it took."""
 
@@ -27,12 +28,10 @@ class RecentUsage:
 
     def get(self) -> Usage:
         """Raises StoreFault, and the same again without a call for a while: statistics must not wait each time."""
+        began = self._clock()
+        if began >= self._expires_at:
+            self._recount(began)
         with self._lock:
-            began = self._clock()
-            if began >= self._expires_at:
-                self._recount()
-                ended = self._clock()
-                self._expires_at = ended + max(_LEAST_S, _TIMES * (ended - began))
             if self._fault is not None:
                 raise self._fault
             assert self._usage is not None
@@ -47,8 +46,14 @@ class RecentUsage:
         with self._lock:
             self._expires_at = 0.0
 
-    def _recount(self) -> None:
+    def _recount(self, began: float) -> None:
+        """Counts without the lock, since it may take long."""
         try:
-            self._usage, self._fault = self._count(), None
-        except StoreFault as fault:
-            self._fault = fault
+            usage, fault = self._count(), None
+        except StoreFault as error:
+            usage, fault = None, error
+        ended = self._clock()
+        with self._lock:
+            self._usage, self._fault = usage or self._usage, fault
+            good_for_s = _LEAST_S if fault else min(max(_LEAST_S, _TIMES * (ended - began)), _MOST_S)
+            self._expires_at = ended + good_for_s
