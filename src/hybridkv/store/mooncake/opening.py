@@ -23,6 +23,9 @@ _BUFFER_BYTES = 512 << 20
 _LEAST_BUFFER_BYTES = 1 << 20
 _OWN_BUFFER_BYTES = 16 << 20
 """The client's own memory, for descriptions."""
+_RPC_MAGIC = b"\x15"
+_UNKNOWN_CALL = _RPC_MAGIC + bytes(19)
+"""Header of a call of function 0 in the RPC format of masters. They answer that they have no such function."""
 
 
 def open_address(address: Address, size: int) -> BlobStore:
@@ -43,7 +46,7 @@ def open_address(address: Address, size: int) -> BlobStore:
 
 
 def _connect(address: Address, module: Any, calls: Calls, master: str, staging: Staging) -> Client:
-    local = _local_address(master, calls.timeout_s)
+    local = _ask(master, calls.timeout_s)
     raw: RawClient = module.MooncakeDistributedStore()
     client = Client(raw, calls, staging)
     try:
@@ -94,15 +97,22 @@ def _place(address: Address, text: str, default_port: int) -> tuple[str, int]:
     return host, int(port)
 
 
-def _local_address(master: str, timeout_s: float) -> str:
-    """This machine's address on the way to the master, by which other clients reach it.
+def _ask(master: str, timeout_s: float) -> str:
+    """Ask the master something small. Returns this machine's address on the way there, by which others reach it.
 
-    The client itself would try for minutes to reach a master that is not there.
+    The client's `setup` holds the interpreter's lock and tries for minutes: no other thread could run, so it is called
+    only if something answers like a master.
     """
     host, _, port = master.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout_s) as probe:
-            return str(probe.getsockname()[0])
+        with socket.create_connection((host, int(port)), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_UNKNOWN_CALL)
+            answer = connection.recv(1)
+            local = str(connection.getsockname()[0])
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise StoreFault(f"cannot connect to Mooncake's master at {master}: {reason}") from None
+    if answer != _RPC_MAGIC:
+        raise StoreFault(f"cannot connect to Mooncake's master at {master}: it does not answer like one")
+    return local
