@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import obstore
-from obstore.exceptions import GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import S3Store
 
 from tests.store.servers.ports import free_port, wait_for_port
@@ -103,7 +103,7 @@ class S3Server:
 
     def _make_bucket(self) -> None:
         """obstore has no call for it, but a PUT of the bucket's name makes it: here the name is taken for a key."""
-        with suppress(GenericError):  # the reply is not that to an object
+        with suppress(GenericError, AlreadyExistsError):  # the reply is not that to an object
             obstore.put(self.client("none", virtual_hosted_style_request=True), BUCKET, b"")
         obstore.list_with_delimiter(self.client())
 

@@ -14,7 +14,7 @@ from hybridkv.store.names import ObjectName
 
 
 class BucketBlob(Blob):
-    """Its first bytes came with `open`. If the object is deleted or replaced, reading the others raises MissingObject."""
+    """Its first bytes came with `open`. Reading the others raises MissingObject once the object is not the same."""
 
     def __init__(self, client: Client, name: ObjectName, key: str, start: Start) -> None:
         self.nbytes = start.nbytes

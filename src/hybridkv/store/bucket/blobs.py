@@ -68,16 +68,16 @@ class BucketBlobs(Blobs):
         return [key in found for key in keys]
 
     def open(self, name: ObjectName) -> Blob:
-        (found,) = self.open_all([name])
-        if isinstance(found, StoreError):
-            raise found
-        return found
+        key = self.keys.object(name)
+        return BucketBlob(self.client, name, key, self.client.start(key, START_BYTES, str(name)))
 
     def open_all(self, names: Sequence[ObjectName]) -> list[Blob | StoreError]:
         keys = [self.keys.object(name) for name in names]
         if names:
             self.client.counted(len(names))
-        calls = [partial(self.client.start, key, START_BYTES, str(name)) for key, name in zip(keys, names, strict=True)]
+        calls = [
+            partial(self.client.start_async, key, START_BYTES, str(name)) for key, name in zip(keys, names, strict=True)
+        ]
         return [
             BucketBlob(self.client, name, key, start) if isinstance(start, Start) else start
             for name, key, start in zip(names, keys, self._parallel.run(calls), strict=True)
@@ -127,7 +127,9 @@ class BucketBlobs(Blobs):
                 found[namespace] = listed.key
         if found:
             self.client.counted(len(found))
-        calls = [partial(self.client.start, key, MOST_BYTES, f"the description {one}") for one, key in found.items()]
+        calls = [
+            partial(self.client.start_async, key, MOST_BYTES, f"the description {one}") for one, key in found.items()
+        ]
         described = {}
         for namespace, start in zip(found, self._parallel.run(calls), strict=True):
             if isinstance(start, StoreFault):

@@ -101,8 +101,25 @@ class Client:
         if left or tuple(reply.range) != (offset, offset + nbytes):
             raise StoreFault(f"{self.place}: cannot read {what}: the server sent other bytes than those asked for")
 
-    async def start(self, key: str, most: int, what: str) -> Start:
+    def start(self, key: str, most: int, what: str) -> Start:
         """The first bytes of an object, at most `most`. Raises MissingObject or StoreFault."""
+        self.counted(1)
+        with faults(self.place, f"read {what}", missing_or_fault):
+            try:
+                reply = obstore.get(self.store(most), key, options={"range": (0, most)})
+            except ERRORS as error:
+                if not is_empty_range(error):
+                    raise
+                self.counted(1)
+                return _empty(obstore.head(self.store(), key))
+            parts = _Parts(min(reply.meta["size"], most))
+            for chunk in reply.stream(min_chunk_size=most):
+                if not parts.add(chunk):
+                    break
+        return parts.start(reply.meta, f"{self.place}: cannot read {what}")
+
+    async def start_async(self, key: str, most: int, what: str) -> Start:
+        """The same as `start`, but the caller counts the request."""
         with faults(self.place, f"read {what}", missing_or_fault):
             try:
                 reply = await obstore.get_async(self.store(most), key, options={"range": (0, most)})
@@ -110,25 +127,25 @@ class Client:
                 if not is_empty_range(error):
                     raise
                 self.counted(1)
-                meta = await obstore.head_async(self.store(), key)  # no range of an empty object exists
-                if meta["size"] == 0:
-                    return Start(memoryview(b""), 0, meta["e_tag"])
-                raise
-            wanted = min(reply.meta["size"], most)
-            data, total = [], 0
+                return _empty(await obstore.head_async(self.store(), key))
+            parts = _Parts(min(reply.meta["size"], most))
             async for chunk in reply.stream(min_chunk_size=most):
-                data.append(memoryview(chunk))
-                total += len(data[-1])
-                if total > wanted:
+                if not parts.add(chunk):
                     break
-        if total != wanted:
-            raise StoreFault(
-                f"{self.place}: cannot read {what}: the server sent {total:,} bytes in place of {wanted:,}"
-            )
-        return Start(data[0] if len(data) == 1 else memoryview(b"".join(data)), reply.meta["size"], reply.meta["e_tag"])
+        return parts.start(reply.meta, f"{self.place}: cannot read {what}")
 
-    async def size(self, key: str) -> int | None:
+    def size(self, key: str) -> int | None:
         """Size of an object; None if it is missing. A missing bucket looks the same: the reply has no text."""
+        self.counted(1)
+        with faults(self.place, "look up objects"):
+            try:
+                return int(obstore.head(self.store(), key)["size"])
+            except FileNotFoundError:
+                return None
+
+    async def size_async(self, key: str) -> int | None:
+        """The same as `size`, but the caller counts the round trip."""
+        self.counted(1, round_trips=0)
         with faults(self.place, "look up objects"):
             try:
                 return int((await obstore.head_async(self.store(), key))["size"])
@@ -175,6 +192,34 @@ class Client:
                 obstore.delete(self.store(), key)
             except FileNotFoundError:
                 continue
+
+
+class _Parts:
+    """Bytes of a reply, never more than wanted."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._parts: list[memoryview] = []
+        self._total = 0
+
+    def add(self, chunk: Any) -> bool:
+        """False: the reply is longer than it should be, and the rest must not be read."""
+        self._parts.append(memoryview(chunk))
+        self._total += len(self._parts[-1])
+        return self._total <= self._wanted
+
+    def start(self, meta: Any, what: str) -> Start:
+        if self._total != self._wanted:
+            raise StoreFault(f"{what}: the server sent {self._total:,} bytes in place of {self._wanted:,}")
+        data = self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
+        return Start(data, meta["size"], meta["e_tag"])
+
+
+def _empty(meta: Any) -> Start:
+    """No range of an empty object exists, so that a HEAD request was made."""
+    if meta["size"]:
+        raise ValueError("the object has no first bytes, but a size")
+    return Start(memoryview(b""), 0, meta["e_tag"])
 
 
 def _listed(meta: Any) -> Listed:

@@ -15,7 +15,7 @@ ERRORS = (BaseError, OSError, ValueError)
 
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]{1,64})\s*</Code>")
 _PATH = re.compile(r"(https?://[^/?\s]+)\S*")
-_KEY = re.compile(r" (?:for path|at location) \S+")
+_KEY = re.compile(r" (?:for path|at location) [^\s:]+")
 _DURATION = re.compile(r" in [0-9.]+[a-zµ]+(?= - )")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _MOST_LETTERS = 300

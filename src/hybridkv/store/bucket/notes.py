@@ -131,7 +131,7 @@ class UseNotes:
     async def _read(self, note: Listed) -> Uses:
         if not 0 < note.nbytes <= _MOST_BYTES:
             return {}
-        start = await self._client.start(note.key, _MOST_BYTES, "uses")
+        start = await self._client.start_async(note.key, _MOST_BYTES, "uses")
         uses = dict(_lines(start.data))
         written_at = int(note.key.rpartition("/")[2][:13]) / 1000
         ahead = written_at - note.modified_at
