@@ -11,7 +11,7 @@ from threading import Lock
 
 from xxhash import xxh3_64
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreFault, StoreInputError, UnknownFormat
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError, UnknownFormat
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
 from hybridkv.store.buffers import as_bytes, pieces, total
 from hybridkv.store.counters import Counters
@@ -37,6 +37,10 @@ class BlobStore(Store):
         """Last known usage; returned while the backend fails."""
         self._is_too_small = False
 
+    @property
+    def size(self) -> int:
+        return self.blobs.size
+
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         with self.counters.faults():
             found = self.blobs.lookup(names)
@@ -47,20 +51,38 @@ class BlobStore(Store):
 
     def open(self, name: ObjectName) -> BlobReader:
         with self.counters.faults():
-            blob = self.blobs.open(name)
-            try:
-                header = header_of(name, blob)
-            except CorruptObject as error:
-                blob.close()
-                self.drop_corrupt(name, error)
-                raise
-            except UnknownFormat as error:
-                blob.close()
-                self._count_unknown(error)
-                raise
-            except BaseException:
-                blob.close()
-                raise
+            return self._reader(name, self.blobs.open(name))
+
+    @property
+    def opens_together(self) -> int:
+        return self.blobs.opens_together
+
+    def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
+        return [self._reader_or_error(*one) for one in zip(names, self.blobs.open_all(names), strict=True)]
+
+    def _reader_or_error(self, name: ObjectName, found: Blob | StoreError) -> Reader | StoreError:
+        try:
+            with self.counters.faults():
+                if isinstance(found, StoreError):
+                    raise found
+                return self._reader(name, found)
+        except StoreError as error:
+            return error
+
+    def _reader(self, name: ObjectName, blob: Blob) -> BlobReader:
+        try:
+            header = header_of(name, blob)
+        except CorruptObject as error:
+            blob.close()
+            self.drop_corrupt(name, error)
+            raise
+        except UnknownFormat as error:
+            blob.close()
+            self._count_unknown(error)
+            raise
+        except BaseException:
+            blob.close()
+            raise
         with self.counters as stats:
             stats.opened += 1
         return BlobReader(self, header, blob)
@@ -115,6 +137,7 @@ class BlobStore(Store):
             nbytes=usage.nbytes,
             evicted=blobs.evicted,
             dropped=blobs.dropped,
+            round_trips=blobs.round_trips,
         )
 
     def collect(self) -> Leftovers:
@@ -139,6 +162,17 @@ class BlobStore(Store):
 
     def close(self) -> None:
         self.blobs.close()
+
+    def is_replaced(self, header: Header) -> bool:
+        """Whether another object lies under the name by now. Its rows may differ in the last bits of their numbers."""
+        try:
+            blob = self.blobs.open(header.name)
+            try:
+                return header_of(header.name, blob) != header
+            finally:
+                blob.close()
+        except (MissingObject, CorruptObject, UnknownFormat, StoreFault):
+            return False
 
     def drop_corrupt(self, name: ObjectName, error: CorruptObject) -> None:
         """Count and delete a corrupt object. If the deletion fails, the next read finds it corrupt again."""
@@ -187,6 +221,8 @@ class BlobReader(Reader):
             try:
                 self._read(entry, views)
             except CorruptObject as error:
+                if self._store.is_replaced(self.header):
+                    raise MissingObject(f"{name}: it was deleted, and written again, while it was read") from None
                 self._store.drop_corrupt(name, error)
                 raise
         with self._store.counters as stats:

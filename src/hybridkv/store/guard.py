@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreFault, UnknownFormat
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, UnknownFormat
 from hybridkv.store.breaker import Breaker
 from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName
@@ -33,6 +33,10 @@ class Guarded(Store):
         self._writing = Breaker(f"{label}: writing", clock)
         self._counters = Counters()
 
+    @property
+    def size(self) -> int:
+        return self.store.size
+
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         if self._reading.admit(again=True):
             try:
@@ -49,6 +53,25 @@ class Guarded(Store):
             raise StoreFault(f"{name}: {self.label} rests after a fault")
         with self._watched(self._reading, _OPEN):
             return _GuardedReader(self, self.store.open(name))
+
+    @property
+    def opens_together(self) -> int:
+        return self.store.opens_together
+
+    def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
+        if self._reading.resting:
+            self._skip(len(names))
+            return [StoreFault(f"{name}: {self.label} rests after a fault") for name in names]
+        return [self._watched_reader(found) for found in self.store.open_all(names)]
+
+    def _watched_reader(self, found: Reader | StoreError) -> Reader | StoreError:
+        try:
+            with self._watched(self._reading, _OPEN):
+                if isinstance(found, StoreError):
+                    raise found
+                return _GuardedReader(self, found)
+        except StoreError as error:
+            return error
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
         if not self._writing.admit():

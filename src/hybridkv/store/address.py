@@ -1,0 +1,93 @@
+"""A store's URL, taken apart. Passwords never stand in a URL: command lines, logs and `ps` show it."""
+
+from __future__ import annotations
+
+import os
+import re
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from hybridkv.errors import StoreInputError
+from hybridkv.units import parse_size
+
+Choice = TypeVar("Choice", bound=Enum)
+
+_USER = re.compile(r"(?<=://)[^/?#]*@")
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|pw|secret|token|key|credential|sig)[^=&]*=)[^&#]*", re.IGNORECASE)
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+_MOST_SECRET_BYTES = 4096
+
+
+def shown(url: str) -> str:
+    """The URL as errors and logs show it: whatever may be a password is replaced by `***`."""
+    masked = _USER.sub(lambda match: "***@" if ":" in match[0] else match[0], url)
+    return _SECRET.sub(r"\1***", masked)
+
+
+class Address(NamedTuple):
+    """A parsed URL. All its options are known to the scheme."""
+
+    url: str
+    """As `shown` shows it."""
+    scheme: str
+    host: str
+    """With a port, if the URL has one. Empty for schemes without hosts."""
+    user: str
+    path: str
+    options: dict[str, str]
+    example: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Two stores of one place hold the same objects."""
+        return self.host, os.path.realpath(self.path) if self.path and not self.host else self.path
+
+    @property
+    def label(self) -> str:
+        return f"{self.scheme}://{self.host}{self.path}"
+
+    def size(self) -> int:
+        found = self.size_or(None)
+        if found is None:
+            raise StoreInputError(f"{self.url!r} has no size: add size=, as in {self.example}")
+        return found
+
+    def size_or(self, default: int | None, option: str = "size") -> int | None:
+        return parse_size(self.options[option]) if option in self.options else default
+
+    def choose(self, option: str, choices: type[Choice], default: Choice) -> Choice:
+        text = self.options.get(option, default.value)
+        try:
+            return choices(text)
+        except ValueError:
+            known = ", ".join(choice.value for choice in choices)
+            raise StoreInputError(f"{self.url!r}: {option}={text} is none of {known}") from None
+
+    def seconds(self, option: str, default: float) -> float:
+        """A time such as 500ms or 2s."""
+        text = self.options.get(option)
+        if text is None:
+            return default
+        match = _SECONDS.fullmatch(text)
+        if match is None or not float(match[1]):
+            raise StoreInputError(f"{self.url!r}: {option}={text} is no time; write it as 500ms or 2s")
+        return float(match[1]) * (0.001 if match[2] == "ms" else 1.0)
+
+    def secret(self, variable: str) -> str | None:
+        """The password: the content of the file that `password_file` names, or that environment variable."""
+        file = self.options.get("password_file")
+        if file is None:
+            return os.environ.get(variable) or None
+        try:
+            with Path(file).open("rb") as opened:
+                raw = opened.read(_MOST_SECRET_BYTES + 1)
+            text = raw.decode().strip("\r\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise StoreInputError(
+                f"password_file={file} cannot be read: {reason}; name a file with a password"
+            ) from None
+        if not text or len(raw) > _MOST_SECRET_BYTES:
+            raise StoreInputError(f"password_file={file} has {len(raw):,} bytes: name a file with a password alone")
+        return text
