@@ -232,13 +232,13 @@ def test_keys_are_equal_exactly_where_prefixes_are() -> None:
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int) -> None:
     rng = random.Random(seed)
     values, size = (1e-4, 3e-6, 2e-5), 100_000
     shelf, model, now = Shelf(size, values), dict[tuple[int, bytes], Evictable](), 0.0
     evicted = 0
-    for number in range(1500):
+    for number in range(600):
         now += rng.random() * rng.choice([0.1, 5, 300])
         group, key, nbytes = rng.randrange(3), number.to_bytes(32, "big"), rng.randrange(1, 4000)
         if model and rng.random() < 0.3:
@@ -256,7 +256,7 @@ def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int) -> None:
         assert shelf.used_bytes == sum(one.nbytes for one in model.values())
         assert shelf.evicted == evicted
     assert all(shelf.has(*one) for one in model)
-    assert evicted > 500
+    assert evicted > 200
 
 
 def test_an_object_that_is_larger_than_its_tier_evicts_nothing() -> None:
