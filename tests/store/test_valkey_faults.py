@@ -148,6 +148,25 @@ def test_fault_of_an_idle_connection_is_not_noticed(proxy: Proxy) -> None:
         assert store.stats.faults == 0
 
 
+def test_fault_of_a_connection_that_dies_as_it_is_used(proxy: Proxy) -> None:
+    """What may be asked twice is asked again on a fresh connection, once; a write is not."""
+    with through(proxy) as store:
+        save(store, NAME, LARGE)
+        for is_read in (False, True):
+            proxy.cut_next, before = 1, store.blobs.round_trips
+            assert load(store, NAME) == rows_of(NAME, LARGE) if is_read else store.lookup([NAME]) == [True]
+            assert store.blobs.round_trips - before >= 3  # asked, logged in, asked again
+        proxy.cut_next = 2
+        with pytest.raises(StoreFault):
+            store.lookup([NAME])
+        pending = store.blobs.begin(name_of(2), 10, 1.0, 0)
+        assert pending is not None
+        proxy.cut_next = 1
+        with pytest.raises(StoreFault):
+            pending.publish()
+        pending.discard()
+
+
 @pytest.mark.parametrize("after", [1000, 200_000, 2_000_000])
 def test_fault_of_a_connection_cut_inside_a_value(server: ValkeyServer, proxy: Proxy, after: int) -> None:
     with opened(server.url) as store:
@@ -240,7 +259,7 @@ def test_fault_of_garbage(server: ValkeyServer, proxy: Proxy, answer: bytes) -> 
     """Nothing that a server says is taken for a row, and the next connection works."""
     with opened(server.url) as store:
         save(store, NAME, LARGE)
-    with through(proxy, "300ms") as store:
+    with through(proxy, "100ms") as store:
         reader = store.open(NAME)
         proxy.answer = answer * 2
         with pytest.raises((StoreFault, MissingObject)):
@@ -267,7 +286,7 @@ def test_fault_of_refused_connections(server: ValkeyServer, proxy: Proxy) -> Non
 
 def test_no_connection_is_left_open(server: ValkeyServer, proxy: Proxy) -> None:
     threads = threading.active_count()
-    with through(proxy, "300ms") as store:
+    with through(proxy, "100ms") as store:
         for number in range(20):
             save(store, name_of(number))
         assert proxy.connections == 1
@@ -559,3 +578,11 @@ def test_fault_of_any_bytes_is_noticed(raw: bytes, kind: int) -> None:
         pass
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize("raw", [b"$10\r\nabcdefgh\r\n\r\n", b"$-1\r\n", b":8\r\n", b"*1\r\n$8\r\nabcdefgh\r\n"])
+def test_fault_of_another_answer_than_a_string_that_fits(raw: bytes) -> None:
+    connection = feed(raw, [])
+    with pytest.raises(GarbledError, match="is no string of at most 8 bytes"):
+        connection.reply_into([memoryview(bytearray(8))], 8)
+    connection.close()
