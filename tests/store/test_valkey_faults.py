@@ -137,6 +137,44 @@ def test_fault_of_a_server_that_is_killed_and_comes_back() -> None:
         assert load(store, NAME) == rows_of(NAME)
 
 
+def test_fault_of_a_server_that_is_killed_amid_reads_and_writes() -> None:
+    """Threads read and write while the server dies twice: they get right rows or an error, and work again after it."""
+    over, errors = threading.Event(), []
+
+    def work(store: ValkeyStore, number: int) -> None:
+        while not over.is_set():
+            try:
+                save(store, name_of(number), LARGE)
+                if load(store, name_of(number)) != rows_of(name_of(number), LARGE):
+                    errors.append("wrong rows")
+                store.delete([name_of(number)])
+            except (StoreFault, MissingObject):
+                time.sleep(0.01)
+            except Exception as error:
+                errors.append(repr(error))
+                return
+
+    with ValkeyServer() as server, opened(server.url) as store:
+        threads = [threading.Thread(target=work, args=(store, number)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2):
+            time.sleep(0.2)
+            server.kill()
+            time.sleep(0.05)
+            server.start()
+        time.sleep(0.2)
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert store.stats.faults
+        assert store.stats.corrupt == 0
+        save(store, NAME)
+        assert load(store, NAME) == rows_of(NAME)
+        assert {one.name for one in store.objects()} >= {NAME}
+
+
 def test_fault_of_an_idle_connection_is_not_noticed(proxy: Proxy) -> None:
     with through(proxy) as store:
         for _ in range(3):
@@ -205,6 +243,20 @@ def test_fault_of_a_server_that_never_answers(proxy: Proxy) -> None:
             assert time.monotonic() - begin < 2
         proxy.silent = False
         assert load(store, NAME) == rows_of(NAME, LARGE)
+
+
+def test_gauges_do_not_wait_for_a_server_each_time(proxy: Proxy) -> None:
+    with through(proxy, "300ms") as store:
+        save(store, NAME)
+        before = store.stats
+        proxy.silent = True
+        begin = time.monotonic()
+        for _ in range(20):
+            assert store.stats.nbytes == before.nbytes
+        assert time.monotonic() - begin < 2
+        proxy.silent = False
+        assert save(store, name_of(2))  # asks for the usage, too
+        assert store.stats.objects == 2
 
 
 def test_fault_of_a_server_that_takes_nothing(server: ValkeyServer, proxy: Proxy) -> None:
