@@ -10,13 +10,15 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 CORE := .compiled
+# Stores on Azure are tested where npm can install its emulator.
+AZURITE := $(if $(shell command -v npm),setup-azurite)
 
 # Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
 # `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
 SAMPLE := 0.05
 MORE := 0.7
 
-.PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
+.PHONY: help setup setup-azurite setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
@@ -54,6 +56,14 @@ setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's packag
 	$(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --target .venv-mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
 	touch $@
 
+setup-azurite: .azurite/.ready ## An .azurite with the emulator of Azure's storage, for tests of stores
+
+# Without it the tests of Azure stores are skipped: no other test should wait for npm's registry.
+.azurite/.ready: Makefile
+	mkdir -p .azurite
+	npm install --prefix .azurite --omit=optional --no-fund --no-audit --loglevel=error azurite@3.35.0 \
+		&& find .azurite -name '*.map' -delete && touch $@ || echo "Azurite could not be installed: Azure stores are not tested"
+
 setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
 
 # torch stands in the same call, so that nothing replaces it. --no-compile: most of these files are never imported.
@@ -76,13 +86,13 @@ setup-compiled: .compiled/.ready ## A .compiled with the package and its cache c
 serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the demo model), ARGS=more options
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
-test: setup ## A sample of the tests that covers every test function, family and fault
+test: setup $(AZURITE) ## A sample of the tests that covers every test function, family and fault
 	$(BIN)/pytest -n auto --sample $(SAMPLE)
 
-test-all: setup ## All tests but those with vLLM and speculators
+test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
 	$(BIN)/pytest -n auto
 
-test-more: setup ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
+test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
 	$(BIN)/pytest -n auto --sample $(SAMPLE):$(MORE)
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
@@ -173,4 +183,4 @@ bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--second
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .azurite .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -75,8 +75,9 @@ class Bench:
             list(threads.map(run, range(self.threads)))
             return time.perf_counter() - began
 
-    def ours(self) -> tuple[float, float, dict[str, float]]:
-        names = [ObjectName(NAMESPACE, "full", sha256(str(next(_numbers)).encode()).hexdigest()) for _ in self._objects]
+    def ours(self) -> tuple[list[float], dict[str, float]]:
+        """Seconds of writing and reading, and round trips an object of each."""
+        names = [_new_name() for _ in range(self.case.objects)]
         before = self.store.stats.round_trips
         wrote = self.seconds(self._write, names)
         between = self.store.stats.round_trips
@@ -86,17 +87,13 @@ class Bench:
         after = self.store.stats.round_trips
         self.store.delete(names)
         trips = {"write": (between - before) / len(names), "read": (after - between) / len(names)}
-        return wrote, read, {kind: round(count, 2) for kind, count in trips.items()}
+        return [wrote, read], {kind: round(count, 2) for kind, count in trips.items()}
 
-    def plain(self) -> tuple[float, float]:
+    def plain(self) -> list[float]:
         keys = [f"plain-{next(_numbers)}" for _ in range(self.case.objects * self.case.rows)]
         wrote = self.seconds(lambda _, key: self.peer.write(key, self.value), keys)
         read = self.seconds(lambda thread, key: self.peer.read(key, self.buffers[thread]), keys)
-        return wrote, read
-
-    @property
-    def _objects(self) -> range:
-        return range(self.case.objects)
+        return [wrote, read]
 
     def _write(self, thread: int, name: ObjectName) -> None:
         writer = self.store.create(name, [self.case.row_bytes] * self.case.rows, value=1.0, position=0)
@@ -114,6 +111,10 @@ class Bench:
                     reader.read(row, [self.buffers[thread]])
 
 
+def _new_name() -> ObjectName:
+    return ObjectName(NAMESPACE, "full", sha256(str(next(_numbers)).encode()).hexdigest())
+
+
 def move(server: Server, url: str, case: Case, threads: int, repeats: int) -> dict[str, Any]:
     with open_store(url) as store:
         peer = server.peer(url, threads)
@@ -128,13 +129,13 @@ def move(server: Server, url: str, case: Case, threads: int, repeats: int) -> di
         peer.close()
     result: dict[str, Any] = {"server": server.name, "case": str(case), "threads": threads, "peer": peer.name}
     for number, kind in enumerate(("write", "read")):
-        mine = statistics.median(one[number] for one in ours)
+        mine = statistics.median(one[0][number] for one in ours)
         theirs = statistics.median(one[number] for one in plain)
         result[kind] = {
             "gb_per_s": round(case.nbytes / mine / 1e9, 3),
             "peer_gb_per_s": round(case.nbytes / theirs / 1e9, 3),
             "ratio": round(theirs / mine, 2),
-            "round_trips_an_object": ours[-1][2][kind],
+            "round_trips_an_object": ours[-1][1][kind],
         }
     print(result, flush=True)
     return result
@@ -159,7 +160,7 @@ class FirstToken:
     """Time to the first token of a prompt whose beginning is stored."""
 
     def __init__(self, directory: Path, args: argparse.Namespace) -> None:
-        self._options = {"memory": "1GiB", "max_num_batched_tokens": 2048}
+        self._options: dict[str, Any] = {"memory": "1GiB", "max_num_batched_tokens": 2048}
         self._directory = directory
         self._repeats = args.repeats
         self._prompts = Prompts(args.tokens, engine_models.SHAPES[args.model].vocab_size)
@@ -176,7 +177,8 @@ class FirstToken:
             before = engine.stats()
             seconds = self._median(engine)
             after = engine.stats()
-        assert before.store and after.store and before.stream and after.stream
+        assert before.stream is not None
+        assert after.stream is not None
         loads = after.stream.found - before.stream.found
         return {
             "seconds": round(seconds, 4),
@@ -220,7 +222,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.mib, args.model, args.tokens = 2, 32, "qwen3-next-tiny", 2048
-    report: dict[str, Any] = {"benchmark": "store_remote", "tokens": args.tokens, "model": args.model, "first_token": {}}
+    report: dict[str, Any] = {
+        "benchmark": "store_remote",
+        "tokens": args.tokens,
+        "model": args.model,
+        "first_token": {},
+    }
     with started(args.servers) as servers, tempfile.TemporaryDirectory() as directory:
         total = args.mib << 20
         report["moves"] = [

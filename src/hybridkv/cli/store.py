@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def ls_command(
     as_json: JsonOption = False,
 ) -> None:
     """List objects, those used last first."""
-    before = time.time() - (_duration(older_than) if older_than else 0)
+    before = time.time() - _duration(older_than) if older_than else math.inf  # clocks of servers may be ahead
     with inspect_store(url) as store:
         found = [one for one in _listed(store, namespace, group, headers=True) if one.used_at <= before]
         about = store.descriptions()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, StoreInputError, UnknownFormat
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage, header_of
-from hybridkv.store.file.descriptions import decode_description, encode_description
+from hybridkv.store.descriptions import decode_description, encode_description
 from hybridkv.store.names import ObjectName, is_namespace
 from hybridkv.store.store import Leftovers, Stored
 from hybridkv.store.valkey import scripts
@@ -28,6 +28,8 @@ logger = logging.getLogger("hybridkv.store")
 
 
 class ValkeyBlobs(Blobs):
+    opens_together = 64
+
     def __init__(self, servers: Servers, size: int) -> None:
         if size < 1:
             raise StoreInputError(f"a store of {size} bytes: give it a size such as 200GiB, or none")
