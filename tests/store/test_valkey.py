@@ -384,10 +384,20 @@ def test_objects_larger_than_the_server_takes_are_dropped(
     assert store.stats.dropped == 3
 
 
-def test_a_password_file_and_a_user_are_used(tmp_path: Path) -> None:
+def test_a_password_file_and_a_user_with_the_documented_rights_are_enough(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("s3cret\n")
-    with ValkeyServer("--user", "worker", "on", ">s3cret", "~hybridkv-v1:*", "+@all", password="admin") as server:
-        url = f"valkey://worker@127.0.0.1:{server.port}?password_file={tmp_path}/password"
-        with opened(url) as store:
-            assert save(store, name_of(1))
-            assert load(store, name_of(1)) == rows_of(name_of(1))
+    text = (Path(__file__).parents[2] / "docs" / "stores" / "valkey.md").read_text()
+    rights = text.partition("ACL SETUSER worker ")[2].partition("\n")[0].replace("PASSWORD", "s3cret").split()
+    assert "~hybridkv-v1:*" in rights
+    with ValkeyServer("--user", "worker", *rights, password="admin") as server:
+        url = f"valkey://worker@127.0.0.1:{server.port}/0?password_file={tmp_path}/password"
+        with opened(url, 4 * ONE) as store:
+            fill(server, store, [100.0] * 4)
+            assert save(store, name_of(9), [4096])
+            store.touch([name_of(9)])
+            store.describe(NAMESPACE, {"model": "mine"})
+            store.collect()
+            assert load(store, name_of(9)) == rows_of(name_of(9), [4096])
+            assert (store.stats.objects, len(store.descriptions())) == (len(list(store.objects())), 1)
+            assert store.delete([name_of(9)]) == 1
+            assert store.shrink(0) > 0

@@ -137,6 +137,44 @@ def test_fault_of_a_server_that_is_killed_and_comes_back() -> None:
         assert load(store, NAME) == rows_of(NAME)
 
 
+def test_fault_of_a_server_that_is_killed_amid_reads_and_writes() -> None:
+    """Threads read and write while the server dies twice: they get right rows or an error, and work again after it."""
+    over, errors = threading.Event(), []
+
+    def work(store: ValkeyStore, number: int) -> None:
+        while not over.is_set():
+            try:
+                save(store, name_of(number), LARGE)
+                if load(store, name_of(number)) != rows_of(name_of(number), LARGE):
+                    errors.append("wrong rows")
+                store.delete([name_of(number)])
+            except (StoreFault, MissingObject):
+                time.sleep(0.01)
+            except Exception as error:
+                errors.append(repr(error))
+                return
+
+    with ValkeyServer() as server, opened(server.url) as store:
+        threads = [threading.Thread(target=work, args=(store, number)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2):
+            time.sleep(0.2)
+            server.kill()
+            time.sleep(0.05)
+            server.start()
+        time.sleep(0.2)
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert store.stats.faults
+        assert store.stats.corrupt == 0
+        save(store, NAME)
+        assert load(store, NAME) == rows_of(NAME)
+        assert {one.name for one in store.objects()} >= {NAME}
+
+
 def test_fault_of_an_idle_connection_is_not_noticed(proxy: Proxy) -> None:
     with through(proxy) as store:
         for _ in range(3):
@@ -146,6 +184,25 @@ def test_fault_of_an_idle_connection_is_not_noticed(proxy: Proxy) -> None:
             proxy.cut()
             assert store.delete([NAME]) == 1
         assert store.stats.faults == 0
+
+
+def test_fault_of_a_connection_that_dies_as_it_is_used(proxy: Proxy) -> None:
+    """What may be asked twice is asked again on a fresh connection, once; a write is not."""
+    with through(proxy) as store:
+        save(store, NAME, LARGE)
+        for is_read in (False, True):
+            proxy.cut_next, before = 1, store.blobs.round_trips
+            assert load(store, NAME) == rows_of(NAME, LARGE) if is_read else store.lookup([NAME]) == [True]
+            assert store.blobs.round_trips - before >= 3  # asked, logged in, asked again
+        proxy.cut_next = 2
+        with pytest.raises(StoreFault):
+            store.lookup([NAME])
+        pending = store.blobs.begin(name_of(2), 10, 1.0, 0)
+        assert pending is not None
+        proxy.cut_next = 1
+        with pytest.raises(StoreFault):
+            pending.publish()
+        pending.discard()
 
 
 @pytest.mark.parametrize("after", [1000, 200_000, 2_000_000])
@@ -186,6 +243,20 @@ def test_fault_of_a_server_that_never_answers(proxy: Proxy) -> None:
             assert time.monotonic() - begin < 2
         proxy.silent = False
         assert load(store, NAME) == rows_of(NAME, LARGE)
+
+
+def test_gauges_do_not_wait_for_a_server_each_time(proxy: Proxy) -> None:
+    with through(proxy, "300ms") as store:
+        save(store, NAME)
+        before = store.stats
+        proxy.silent = True
+        begin = time.monotonic()
+        for _ in range(20):
+            assert store.stats.nbytes == before.nbytes
+        assert time.monotonic() - begin < 2
+        proxy.silent = False
+        assert save(store, name_of(2))  # asks for the usage, too
+        assert store.stats.objects == 2
 
 
 def test_fault_of_a_server_that_takes_nothing(server: ValkeyServer, proxy: Proxy) -> None:
@@ -240,7 +311,7 @@ def test_fault_of_garbage(server: ValkeyServer, proxy: Proxy, answer: bytes) -> 
     """Nothing that a server says is taken for a row, and the next connection works."""
     with opened(server.url) as store:
         save(store, NAME, LARGE)
-    with through(proxy, "300ms") as store:
+    with through(proxy, "100ms") as store:
         reader = store.open(NAME)
         proxy.answer = answer * 2
         with pytest.raises((StoreFault, MissingObject)):
@@ -267,7 +338,7 @@ def test_fault_of_refused_connections(server: ValkeyServer, proxy: Proxy) -> Non
 
 def test_no_connection_is_left_open(server: ValkeyServer, proxy: Proxy) -> None:
     threads = threading.active_count()
-    with through(proxy, "300ms") as store:
+    with through(proxy, "100ms") as store:
         for number in range(20):
             save(store, name_of(number))
         assert proxy.connections == 1
@@ -559,3 +630,11 @@ def test_fault_of_any_bytes_is_noticed(raw: bytes, kind: int) -> None:
         pass
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize("raw", [b"$10\r\nabcdefgh\r\n\r\n", b"$-1\r\n", b":8\r\n", b"*1\r\n$8\r\nabcdefgh\r\n"])
+def test_fault_of_another_answer_than_a_string_that_fits(raw: bytes) -> None:
+    connection = feed(raw, [])
+    with pytest.raises(GarbledError, match="is no string of at most 8 bytes"):
+        connection.reply_into([memoryview(bytearray(8))], 8)
+    connection.close()

@@ -185,7 +185,6 @@ class ValkeyBlobs(Blobs):
         for _ in self.objects(None, None):
             pass
         self.index.prune()
-        self.room.usage()
         return Leftovers(0, 0)
 
     def shrink(self, nbytes: int) -> int:

@@ -154,8 +154,12 @@ class Exchange:
             self.node.breaker.fail(0, self.error)
 
     def _nbytes(self) -> int:
-        commands = [self._commands[todo.number] for todo in self.todo]
-        return sum(sum(map(len, one.parts)) + (one.most if one.into is not None else 0) for one in commands)
+        """Bytes that move in both directions, apart from small answers."""
+        total = 0
+        for todo in self.todo:
+            command = self._commands[todo.number]
+            total += sum(map(len, command.parts)) + (command.most if command.into is not None else 0)
+        return total
 
     def _parts(self) -> Iterator[Bytes]:
         for todo in self.todo:

@@ -30,7 +30,7 @@ def open_address(address: Address, size: int) -> ValkeyStore:
     try:
         return ValkeyStore(Servers(place, login, address.label), size)
     except RefusedError as error:
-        raise StoreInputError(f"{address.url}: {error}") from None
+        raise StoreInputError(str(error)) from None
 
 
 def _database(address: Address, text: str) -> int:

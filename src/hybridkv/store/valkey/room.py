@@ -31,6 +31,7 @@ NO_LIMIT = 1 << 59
 _KNOWN_S = 0.05
 """How long a known usage counts. What this process writes meanwhile is added."""
 _WAIT_S = 0.05
+_REST_S = 3.0
 _MOST_TOLD_BYTES = 64 << 20
 """What is read at once for the eviction hook."""
 
@@ -49,6 +50,7 @@ class Room:
         """Bytes that this process is writing."""
         self._used = 0
         self._known_at = float("-inf")
+        self._resting_until = 0.0
 
     def commands(self, nbytes: int) -> list[Command]:
         """What `reserve` needs to know, to be asked along with something else."""
@@ -86,8 +88,17 @@ class Room:
                 self._used += nbytes
 
     def usage(self) -> Usage:
-        """Objects, and bytes including those that this process is writing."""
-        found = self._ask()
+        """Objects, and bytes including those that this process is writing.
+
+        After a fault it fails at once for some seconds: gauges are read often, and must not wait each time.
+        """
+        if time.monotonic() < self._resting_until:
+            raise StoreFault(f"{self._servers.label}: usage is not known after a fault")
+        try:
+            found = self._ask()
+        except StoreFault:
+            self._resting_until = time.monotonic() + _REST_S
+            raise
         with self._lock:
             return Usage(found.objects, found.nbytes + self._pending)
 
@@ -106,7 +117,7 @@ class Room:
 
     def _learn(self, usage: Usage) -> None:
         with self._lock:
-            self._used, self._known_at = usage.nbytes, time.monotonic()
+            self._used, self._known_at, self._resting_until = usage.nbytes, time.monotonic(), 0.0
 
     def _fits(self, nbytes: int) -> bool:
         with self._lock:

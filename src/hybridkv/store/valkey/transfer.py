@@ -49,7 +49,7 @@ class ValkeyBlob(Blob):
 
     def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
         nbytes = max(0, min(nbytes, self.nbytes - offset))
-        done = scatter(self._first[offset : offset + nbytes], buffers)
+        done = scatter(self._first[offset : offset + nbytes], buffers) if offset < len(self._first) else 0
         if done == nbytes:
             return done
         rest, length = skip(buffers, done), nbytes - done
