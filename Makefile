@@ -20,8 +20,8 @@ MORE := 0.7
 
 .PHONY: help setup setup-azurite setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
-	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
+	prove-cache prove-engine prove-form prove-link prove-remote prove-store prove-stream prove-taps prove-vllm \
+	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -123,6 +123,11 @@ prove-form: setup ## Random models through stores: 1,000 of each property of the
 prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
 	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill
 
+# HYBRIDKV_REMOTE_SEED, which a failure prints, draws the same requests again.
+prove-remote: setup ## Stores on servers: 100 kills, and engines in two processes with 300 rounds of requests each
+	HYBRIDKV_KILLS=100 HYBRIDKV_STEPS=200 $(BIN)/pytest -n auto tests/store -k "kill or shar"
+	HYBRIDKV_ROUNDS=300 $(BIN)/pytest -n auto tests/stream/test_remote.py
+
 # Each kill while prompts are computed and sent. HYBRIDKV_LINK_SEED, which it prints, kills at the same times again.
 prove-link: setup ## Linked engines killed while prompts go over: 50 kills of each side, by each transport
 	HYBRIDKV_LINK_ROUNDS=50 $(BIN)/pytest -n auto tests/link/test_link_kills.py
@@ -172,6 +177,10 @@ bench-form: setup ## Copies between pages and the stored form against plain copi
 
 bench-store: setup ## The file store against bare reads and writes of files: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/store_file.py $(ARGS)
+
+# The servers are those of the tests. Mooncake is left out where `make setup-mooncake` has not put it.
+bench-remote: setup ## Stores on servers against the plain clients of these servers: ARGS=--quick for a short one
+	PYTHONPATH=. $(BIN)/python benchmarks/store_remote.py $(ARGS)
 
 bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
 	$(BIN)/python benchmarks/stream.py $(ARGS)
