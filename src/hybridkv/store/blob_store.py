@@ -194,11 +194,17 @@ class BlobStore(Store):
         """Add value and position. An entry whose header cannot be read is returned as it is."""
         lacking = [stored for stored in listed if stored.value is None]
         blobs = self.blobs.open_all([stored.name for stored in lacking]) if lacking else []
-        read = {stored.name: _with_header(stored, found) for stored, found in zip(lacking, blobs, strict=True)}
-        for found in read.values():  # all blobs are closed by now
+        read: dict[ObjectName, Stored] = {}
+        faults: list[StoreFault] = []
+        for stored, blob in zip(lacking, blobs, strict=True):
+            found = _with_header(stored, blob)
             if isinstance(found, StoreFault):
-                raise found
-        return [found if isinstance(found := read.get(stored.name), Stored) else stored for stored in listed]
+                faults.append(found)
+            else:
+                read[stored.name] = found
+        if faults:  # all blobs are closed by now
+            raise faults[0]
+        return [read.get(stored.name, stored) for stored in listed]
 
 
 class BlobReader(Reader):
