@@ -321,6 +321,17 @@ def test_wrong_answers_are_faults(far: BlobStore, proxy: Proxy, kind: str) -> No
     assert far.stats.corrupt == 0
 
 
+@pytest.mark.parametrize("nbytes", [0, 1000, BIG[1] - 1, 2 * BIG[1]])
+def test_rows_of_a_wrong_length_are_faults(far: BlobStore, proxy: Proxy, nbytes: int) -> None:
+    with far.open(NAME) as reader:
+        end = reader.header.nbytes
+        body = bytes(nbytes)
+        proxy.answer = reply("206 Partial Content", body, ETag='"x"', Content_Range=f"bytes 65536-{end - 1}/{end}")
+        proxy.cut()
+        with pytest.raises(StoreFault, match="sent other bytes"):
+            read_row(reader, 1)
+
+
 def test_sizes_of_a_server_are_not_believed(far: BlobStore, proxy: Proxy) -> None:
     far.keeps_corrupt = True
     proxy.answer = reply("206 Partial Content", bytes(65536), Content_Range=f"bytes 0-65535/{2**62}")
