@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
@@ -34,6 +34,8 @@ class Scheme(NamedTuple):
     options: tuple[str, ...]
     example: str
     has_host: bool = False
+    refused: Mapping[str, str] = {}
+    """Options of other stores that this one lacks, each with the reason."""
 
 
 class _Sync(Enum):
@@ -100,6 +102,8 @@ def parse_url(url: str) -> Address:
     options = dict(pairs)
     unknown = [option for option in options if option not in scheme.options]
     if unknown or len(options) != len(pairs) or parts.fragment:
+        if unknown and unknown[0] in scheme.refused:
+            raise StoreInputError(f"{named!r}: no option {unknown[0]!r}: {scheme.refused[unknown[0]]}")
         trouble = f"no option {unknown[0]!r}" if unknown else "an option twice, or a fragment"
         raise StoreInputError(f"{named!r}: {trouble}; {parts.scheme} stores have {', '.join(scheme.options)}")
     if parts.netloc and not scheme.has_host:
@@ -176,6 +180,13 @@ _VALKEY = "hybridkv.store.valkey.opening"
 _VALKEY_OPTIONS = ("password_file", "timeout")
 _BUCKET = "hybridkv.store.bucket.opening"
 _MOONCAKE = "hybridkv.store.mooncake.opening"
+_MOONCAKE_OPTIONS = ("admin", "metadata", "protocol", "device", "buffer", "timeout")
+_EVICTS = "Mooncake evicts by itself"
+_MOONCAKE_REFUSED = {
+    "size": f"{_EVICTS}; its memory is --global_segment_size of each store process, and mooncake_master has "
+    "--eviction_high_watermark_ratio and --eviction_ratio",
+    "write": f"{_EVICTS} and tells nobody what, so that write=back would lose objects; every write goes through",
+}
 
 SCHEMES: dict[str, Scheme] = {
     "memory": Scheme(_open_memory, None, ("size", "write"), "memory://?size=4GiB"),
@@ -193,5 +204,7 @@ SCHEMES: dict[str, Scheme] = {
     "s3": _remote(_BUCKET, ("endpoint", "region", "timeout"), "s3://bucket/prefix"),
     "gs": _remote(_BUCKET, ("endpoint", "timeout"), "gs://bucket/prefix"),
     "az": _remote(_BUCKET, ("endpoint", "timeout"), "az://container/prefix"),
-    "mooncake": _remote(_MOONCAKE, ("metadata", "protocol", "device", "buffer", "timeout"), "mooncake://master:50051"),
+    "mooncake": _remote(_MOONCAKE, _MOONCAKE_OPTIONS, "mooncake://master:50051")._replace(
+        options=_MOONCAKE_OPTIONS, refused=_MOONCAKE_REFUSED
+    ),
 }

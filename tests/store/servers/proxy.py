@@ -28,6 +28,8 @@ class Proxy:
         """Close a connection once so many bytes of the server have passed on it."""
         self.cut_requests_after: int | None = None
         """The same for bytes of the client."""
+        self.cut_next = 0
+        """Cut so many connections when something comes from their clients, before it is passed on."""
         self.delay_s = 0.0
         """Wait so long before each chunk of the server (64 KiB at most) is passed on."""
         self.silent = False
@@ -128,6 +130,9 @@ class Proxy:
                 if not is_reply and self._listener is not None:
                     while self.deaf and self._listener is not None:
                         time.sleep(0.01)
+                    if self.cut_next > 0:
+                        self.cut_next -= 1
+                        break
                     if self.answer is not None:
                         source.sendall(self.answer)
                         continue

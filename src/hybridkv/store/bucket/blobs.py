@@ -43,6 +43,8 @@ _IN_FLIGHT = 128
 
 
 class BucketBlobs(Blobs):
+    opens_together = 64
+
     def __init__(
         self, connect: Callable[[float], ObjectStore], place: str, prefix: str, size: int, timeout: float
     ) -> None:

@@ -1,0 +1,1 @@
+"""Mooncake store: objects in the memory of a Mooncake cluster."""
