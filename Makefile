@@ -120,8 +120,9 @@ prove-stream: setup ## Random lives of requests on stores with random faults: 40
 prove-form: setup ## Random models through stores: 1,000 of each property of the stored form, byte by byte
 	HYBRIDKV_FORMS=1000 $(BIN)/pytest -n auto tests/stream/test_form.py
 
-prove-store: setup ## Processes killed while they write to one directory: 1,000 kills
+prove-store: setup ## Processes killed while they write to one directory (1,000 kills) and to one bucket (200)
 	HYBRIDKV_KILLS=1000 $(BIN)/pytest -n auto tests/store/test_file_faults.py -k kill
+	HYBRIDKV_BUCKET_KILLS=200 $(BIN)/pytest tests/store/test_bucket_faults.py -k kill
 
 # HYBRIDKV_REMOTE_SEED, which a failure prints, draws the same requests again.
 prove-remote: setup ## Stores on servers: 100 kills, and engines in two processes with 300 rounds of requests each

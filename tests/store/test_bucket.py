@@ -78,6 +78,19 @@ class TestAzureStore(StoreConformance):
             yield store
 
 
+def test_deleting_what_is_gone_is_no_error(s3: S3Server, az: AzuriteServer) -> None:
+    """Azure reports keys that are missing, S3 does not."""
+    for server in (s3, az):
+        with opened(server.url(new_prefix())) as store:
+            names = [name_of(number) for number in range(4)]
+            save(store, names[1])
+            save(store, names[3])
+            keys = [blobs_of(store).keys.object(name) for name in names]
+            blobs_of(store).client.delete(keys)
+            assert store.lookup(names) == [False] * 4
+            blobs_of(store).client.delete(keys)
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 

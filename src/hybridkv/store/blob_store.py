@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from math import isfinite
 from threading import Lock
 
@@ -22,6 +23,9 @@ from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored,
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger("hybridkv.store")
+
+_HEADERS_AT_ONCE = 64
+"""Headers that a listing reads in one round trip."""
 
 
 class BlobStore(Store):
@@ -110,8 +114,9 @@ class BlobStore(Store):
             check_namespace(namespace)
         if group is not None:
             check_group(group)
-        for stored in self.blobs.objects(namespace, group):
-            yield self._with_header(stored) if headers and stored.value is None else stored
+        listed = self.blobs.objects(namespace, group)
+        while some := list(islice(listed, _HEADERS_AT_ONCE)):
+            yield from self._with_headers(some) if headers else some
 
     def touch(self, names: Sequence[ObjectName]) -> None:
         with self.counters.faults():
@@ -193,17 +198,21 @@ class BlobStore(Store):
         if _is_logged(count) and not self.keeps_corrupt:
             logger.warning("%s; it is left alone (objects of an unknown format so far: %d)", error, count)
 
-    def _with_header(self, stored: Stored) -> Stored:
+    def _with_headers(self, listed: Sequence[Stored]) -> list[Stored]:
         """Add value and position. An entry whose header cannot be read is returned as it is."""
-        try:
-            blob = self.blobs.open(stored.name)
-            try:
-                header = header_of(stored.name, blob)
-            finally:
-                blob.close()
-        except (MissingObject, CorruptObject, UnknownFormat):
-            return stored
-        return stored._replace(value=header.value, position=header.position)
+        lacking = [stored for stored in listed if stored.value is None]
+        blobs = self.blobs.open_all([stored.name for stored in lacking]) if lacking else []
+        read: dict[ObjectName, Stored] = {}
+        faults: list[StoreFault] = []
+        for stored, blob in zip(lacking, blobs, strict=True):
+            found = _with_header(stored, blob)
+            if isinstance(found, StoreFault):
+                faults.append(found)
+            else:
+                read[stored.name] = found
+        if faults:  # all blobs are closed by now
+            raise faults[0]
+        return [read.get(stored.name, stored) for stored in listed]
 
 
 class BlobReader(Reader):
@@ -309,6 +318,21 @@ class BlobWriter(Writer):
     def _end(self) -> None:
         if not self._committed:
             self._pending_blob.discard()
+
+
+def _with_header(stored: Stored, found: Blob | StoreError) -> Stored | StoreFault:
+    try:
+        if isinstance(found, StoreError):
+            raise found
+        try:
+            header = header_of(stored.name, found)
+        finally:
+            found.close()
+    except StoreFault as fault:
+        return fault
+    except (MissingObject, CorruptObject, UnknownFormat):
+        return stored
+    return stored._replace(value=header.value, position=header.position)
 
 
 def _is_logged(count: int) -> bool:

@@ -63,6 +63,7 @@ class S3Server:
         log.close()
         wait_for_port(self.port, self._process)
         self._make_bucket()
+        self._warm_up()
         return self
 
     def stop(self) -> None:
@@ -106,6 +107,15 @@ class S3Server:
         with suppress(GenericError, AlreadyExistsError):  # the reply is not that to an object
             obstore.put(self.client("none", virtual_hosted_style_request=True), BUCKET, b"")
         obstore.list_with_delimiter(self.client())
+
+    def _warm_up(self) -> None:
+        """The first request of each kind takes a second: tests with short timeouts need not see that."""
+        client, key = self.client(), "warm-up"
+        obstore.put(client, key, b"1234", mode="overwrite", use_multipart=False)
+        obstore.get_range(client, key, start=1, length=2)
+        obstore.head(client, key)
+        obstore.list(client, key).collect()
+        obstore.delete(client, [key])
 
     def _end(self, how: str) -> None:
         process, self._process = self._process, None
