@@ -155,7 +155,7 @@ class MooncakeServer:
         while (value := self.metric(metric)) is None or value < at_least:
             if process.poll() is not None or time.monotonic() > deadline:
                 logs = "\n".join(path.read_text()[-500:] for path in self._folder.glob("mooncake_*.log"))
-                raise RuntimeError(f"{process.args} did not start: {logs}")
+                raise RuntimeError(f"{process.args!r} did not start: {logs}")
             time.sleep(0.05)
 
 
