@@ -15,7 +15,7 @@ from hybridkv.store import MissingObject, ObjectName, Store
 from hybridkv.store.urls import inspect_store
 from tests.store.samples import load, name_of, rows_of, save
 
-SECONDS = float(os.environ.get("HYBRIDKV_SHARE_SECONDS", "2"))
+SECONDS = float(os.environ.get("HYBRIDKV_SHARE_SECONDS", "1"))
 WRITER_ROWS = (100_000, 6_000_000)
 _SHARED_ROWS = ((20_000,), (3_000_000, 9_000_000))
 
@@ -45,7 +45,7 @@ def share(store: Store, seed: int) -> None:
         if source.random() < 0.1:
             store.delete([name])
         if source.random() < 0.02:
-            store.shrink(100 << 20)
+            store.shrink(50 << 20)
     stats = store.stats
     assert (stats.corrupt, stats.faults) == (0, 0), stats
     assert saved, "nothing was written"
