@@ -21,13 +21,14 @@ _SHARED_ROWS = ((20_000,), (3_000_000, 9_000_000))
 
 
 def writer_names(number: int) -> list[ObjectName]:
-    return [name_of(f"killed {number} {one}") for one in range(40)]
+    return [name_of(f"killed {number} {one}") for one in range(8)]
 
 
 def write(store: Store, number: int) -> None:
-    for name in writer_names(number):
-        save(store, name, WRITER_ROWS)
-    time.sleep(10)
+    while True:
+        for name in writer_names(number):
+            save(store, name, WRITER_ROWS)
+        store.delete(writer_names(number))
 
 
 def share(store: Store, seed: int) -> None:
