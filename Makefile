@@ -20,7 +20,7 @@ MORE := 0.7
 .PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
-	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-replay bench-store bench-serve bench-stream bench-vllm
+	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-mooncake bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -172,6 +172,9 @@ bench-form: setup ## Copies between pages and the stored form against plain copi
 
 bench-store: setup ## The file store against bare reads and writes of files: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/store_file.py $(ARGS)
+
+bench-mooncake: setup setup-mooncake ## The Mooncake store against Mooncake's plain client: ARGS=--quick for a short one
+	$(BIN)/python benchmarks/store_mooncake.py $(ARGS)
 
 bench-stream: setup ## Loading layer by layer against loading first and computing again: ARGS=--plot=timeline.png
 	$(BIN)/python benchmarks/stream.py $(ARGS)
