@@ -10,6 +10,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Development runs on CPU builds: install torch by its pinned version first, so that nothing pulls a CUDA build.
 TORCH := torch==2.13.0
 CORE := .compiled
+# Stores on Azure are tested where npm can install its emulator.
+AZURITE := $(if $(shell command -v npm),setup-azurite)
 MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3.so.200 libibverbs1=libibverbs.so.1
 
 # Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
@@ -17,7 +19,7 @@ MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3
 SAMPLE := 0.05
 MORE := 0.7
 
-.PHONY: help setup setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
+.PHONY: help setup setup-azurite setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
 	test test-all test-more test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-mooncake bench-replay bench-store bench-serve bench-stream bench-vllm
@@ -64,6 +66,14 @@ setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's packag
 	LD_LIBRARY_PATH=.venv-mooncake/lib PYTHONPATH=.venv-mooncake $(BIN)/python -c 'import mooncake.store'
 	touch $@
 
+setup-azurite: .azurite/.ready ## An .azurite with the emulator of Azure's storage, for tests of stores
+
+# Without it the tests of Azure stores are skipped: no other test should wait for npm's registry.
+.azurite/.ready: Makefile
+	mkdir -p .azurite
+	npm install --prefix .azurite --omit=optional --no-fund --no-audit --loglevel=error azurite@3.35.0 \
+		&& find .azurite -name '*.map' -delete && touch $@ || echo "Azurite could not be installed: Azure stores are not tested"
+
 setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
 
 # torch stands in the same call, so that nothing replaces it. --no-compile: most of these files are never imported.
@@ -87,13 +97,13 @@ serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the de
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 # Tests of the Mooncake store run where `make setup-mooncake` has put its package, and are skipped elsewhere.
-test: setup ## A sample of the tests that covers every test function, family and fault
+test: setup $(AZURITE) ## A sample of the tests that covers every test function, family and fault
 	$(BIN)/pytest -n auto --sample $(SAMPLE)
 
-test-all: setup ## All tests but those with vLLM and speculators
+test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
 	$(BIN)/pytest -n auto
 
-test-more: setup ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
+test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
 	$(BIN)/pytest -n auto --sample $(SAMPLE):$(MORE)
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
@@ -133,7 +143,8 @@ prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, the
 	HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 $(BIN)/pytest -n auto tests/taps tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"
 
 # Each round: random requests, aborts and faults of the store in a real vLLM, every reply checked. Minutes for each model.
-prove-vllm: setup-vllm ## The connector in vLLM on a store with random faults: 40 rounds of each model
+prove-vllm: setup-vllm ## Connector and tier in vLLM on a store with random faults: 40 rounds of each model
+	HYBRIDKV_TIER_ROUNDS=200 $(VLLM_BIN)/pytest tests_vllm/test_tier_faults.py -k random
 	HYBRIDKV_VLLM_ROUNDS=40 $(VLLM_BIN)/pytest tests_vllm/test_connector_faults.py -k random
 
 lint: setup ## Format check, lint, types
@@ -186,4 +197,4 @@ bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--second
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .azurite .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

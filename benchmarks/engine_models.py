@@ -152,12 +152,12 @@ SERVED = Shape(
 """What a server is loaded with clients on."""
 
 
-def build(name: str, directory: Path, dtype: str) -> int:
+def build(name: str, directory: Path, dtype: str, max_tokens: int = MAX_TOKENS) -> int:
     """Write one of `SHAPES` and return its number of parameters."""
-    return build_shape(SHAPES[name], directory, dtype)
+    return build_shape(SHAPES[name], directory, dtype, max_tokens)
 
 
-def build_shape(shape: Shape, directory: Path, dtype: str) -> int:
+def build_shape(shape: Shape, directory: Path, dtype: str, max_tokens: int = MAX_TOKENS) -> int:
     """Write one checkpoint and return its number of parameters. The weights depend on the shape and the seed alone."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -165,6 +165,7 @@ def build_shape(shape: Shape, directory: Path, dtype: str) -> int:
 
     disable_progress_bar()
     config = shape.config()
+    config.max_position_embeddings = max_tokens
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to(getattr(torch, dtype))

@@ -106,7 +106,7 @@ def main() -> None:
         with inspect_store(server.url.replace("buffer=64MiB", "buffer=512MiB")) as store:
             for size, row in SHAPES:
                 shape = f"{size} MiB in rows of {row}"
-                view = memoryview(data)[: size * MIB]
+                view = data.data[: size * MIB]
                 record[shape] = measure(plain, store, view, data.ctypes.data, row * MIB, rounds)
                 print(shape, record[shape], flush=True)
         plain.close()

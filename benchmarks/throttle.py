@@ -28,6 +28,10 @@ class ThrottledStore(Store):
         self.rows: list[RowTime] = []
         """Every row that was read."""
 
+    @property
+    def size(self) -> int:
+        return self._store.size
+
     def open(self, name: ObjectName) -> Reader:
         return _ThrottledReader(self, self._store.open(name))
 

@@ -22,6 +22,12 @@ def trace(tmp_path: Path) -> str:
     return str(write_trace(tmp_path / "trace.jsonl", chats(4, 3)))
 
 
+@pytest.fixture
+def many_chats(tmp_path: Path) -> str:
+    """More than 300 MiB hold."""
+    return str(write_trace(tmp_path / "trace.jsonl", chats(16, 3)))
+
+
 def replay_json(capsys: pytest.CaptureFixture[str], trace: str, *args: str) -> Any:
     assert run(["replay", trace, "--model", MODEL, "--memory", "2GiB", *args, "--json"]) == 0
     captured = capsys.readouterr()
@@ -68,6 +74,53 @@ def test_a_sweep_is_every_combination(trace: str, capsys: pytest.CaptureFixture[
     assert isinstance(replay_json(capsys, trace, *SERIAL, "--sweep", "tensor-parallel-size=1"), list)
 
 
+def test_tiers(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--memory", "300MiB"]
+    tiers = ["--tier", "100MiB@10GB/s", "--tier", "1TiB@1GB/s,2ms"]
+    report = replay_json(capsys, many_chats, *small, *tiers)
+    assert [tier["size_bytes"] for tier in report["tiers"]] == [100 * 2**20, 2**40]
+    assert [tier["latency_s"] for tier in report["tiers"]] == [0, 0.002]
+    loaded = sum(tier["hit_tokens"] for tier in report["tiers"])
+    assert report["memory_tokens"] + loaded == report["hit_tokens"]
+    assert report["tier_loads"]["rule"] == "all"
+    assert report["tier_loads"]["loads"] > 0
+    assert report["tier_loads"]["seconds"]["p50"] > 0.002
+    slow = replay_json(capsys, many_chats, *small, "--tier", "1TiB@1MB/s", "--tier-loads", "faster", "--serial")
+    assert (slow["tier_loads"]["loads"], slow["tier_loads"]["seconds"]) == (0, None)
+    assert slow["tier_loads"]["declined"] > 0
+    without = replay_json(capsys, many_chats, *small)
+    assert not {"tiers", "tier_loads", "memory_tokens"} & set(without)
+    assert report["hit_tokens"] > without["hit_tokens"]
+
+
+def test_a_sweep_over_the_size_of_the_last_tier(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--tier", "10MiB@10GB/s", "--tier", "1TiB@1GB/s"]
+    args = [*SERIAL, *tiers, "--memory", "300MiB", "--sweep", "tier-size=0,1GiB,10GiB"]
+    reports = replay_json(capsys, many_chats, *args)
+    assert [[tier["size_bytes"] for tier in one["tiers"]] for one in reports] == [
+        [10 * 2**20, size] for size in (0, 2**30, 10 * 2**30)
+    ]
+    hits = [report["hit_tokens"] for report in reports]
+    assert hits[0] < hits[-1]
+    assert run(["replay", many_chats, "--model", MODEL, *args]) == 0
+    text = capsys.readouterr().out
+    assert "last tier" in text
+    assert "10 GiB" in text
+
+
+def test_tables_of_tiers(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["replay", many_chats, "--model", MODEL, "--memory", "300MiB"]
+    assert run([*args, "--tier", "100GiB@2GB/s,1ms"]) == 0
+    text = capsys.readouterr().out
+    for words in ("tier 1", "memory", "loaded", "100 GiB", "2 GB/s", "1 ms", "loads", "load from tiers"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert run([*args, "--serial", "--tier", "100GiB@1KB/s"]) == 0
+    assert "were given up" in capsys.readouterr().out
+    assert run([*args, "--serial", "--tier", "100GiB@1KB/s", "--tier-loads", "faster"]) == 0
+    assert "more would have" in capsys.readouterr().out
+
+
 def test_tables_say_what_matters(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", trace, "--model", MODEL, "--memory", "2GiB"]) == 0
     text = capsys.readouterr().out
@@ -111,6 +164,34 @@ def test_a_figure_shows_hit_ratios_from_zero_up_to_what_could_be_hit(
     assert list(axes.get_xticks()) == [0.5, 1, 4]
 
 
+@pytest.mark.parametrize(
+    ("sweeps", "axis", "ticks", "labels"),
+    [
+        (["tier-size=1GiB,4GiB"], "GiB of the last tier", [1, 4], {"reuse"}),
+        (["tier-size=0,4GiB"], "GiB of the last tier", [0, 4], {"reuse"}),
+        (["tier-size=1GiB,4GiB", "memory=1GiB,2GiB"], "GiB a rank", [1, 2], {"tier of 1 GiB", "tier of 4 GiB"}),
+    ],
+)
+def test_a_figure_over_the_size_of_a_tier(
+    sweeps: list[str],
+    axis: str,
+    ticks: list[int],
+    labels: set[str],
+    trace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[list[ReplayReport]] = []
+    monkeypatch.setattr("hybridkv.cli.replay.save_plot", lambda path, reports: shown.append(list(reports)))
+    options = [part for sweep in sweeps for part in ("--sweep", sweep)]
+    replay_json(capsys, trace, *SERIAL, "--tier", "1GiB@1GB/s", *options, "--plot", "never saved.png")
+    [axes] = make_figure(shown[0]).axes
+    assert axes.get_xlabel() == axis
+    assert list(axes.get_xticks()) == ticks
+    assert {line.get_label() for line in axes.get_lines()[:-1]} == labels
+
+
 def test_a_figure_of_a_trace_that_shares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = str(write_trace(tmp_path / "trace.jsonl", chats(1, 1)))
@@ -146,6 +227,12 @@ def test_a_figure_without_matplotlib_is_refused_at_once(
         (["--sweep", "tensor-parallel-size=1", "--sweep", "tensor-parallel-size=2"], "give all its values at once"),
         (["--sweep", "tp=1,2"], "tp is now tensor-parallel-size"),
         (["--sweep", "policy=lru,best"], "no policy 'best'"),
+        (["--tier", "200GiB"], "tier '200GiB' has no bandwidth: write it as SIZE@BANDWIDTH"),
+        (["--tier", "200GiB@fast"], "'fast' is not a bandwidth"),
+        (["--tier", "200GiB@1GB/s,soon"], "'soon' is not a latency"),
+        (["--tier-loads", "some"], "tier loads 'some': choose one of all, faster"),
+        (["--sweep", "tier-size=1GiB"], "without a tier: add one, such as --tier 200GiB@2GB/s"),
+        (["--tier", "1GiB@1GB/s", "--sweep", "tier-size=lots"], "'lots' is not a size"),
         (["--plot", "x.pdf"], "name it .png or .svg"),
         (["--state-dtype", "int3"], "choose one of"),
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),

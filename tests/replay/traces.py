@@ -13,7 +13,8 @@ import numpy as np
 from hybridkv.cache import DEFAULT_POLICY, CacheLayout
 from hybridkv.models import load_model
 from hybridkv.plan import PlanOptions, make_plan
-from hybridkv.replay import ReplayReport, ServiceModel, Setting, Trace, load_trace, replay
+from hybridkv.replay import ReplayReport, ServiceModel, Setting, Trace, load_trace, parse_tier, replay
+from hybridkv.stream import Catalogue
 
 MODEL = "qwen3.5-0.8b"
 MIB = 2**20
@@ -52,6 +53,13 @@ def layout(memory_mib: int, model: str = MODEL) -> CacheLayout:
     return CacheLayout.from_plan(make_plan(load_model(model), PlanOptions(memory_mib * MIB)))
 
 
+@lru_cache
+def catalogue(memory_mib: int, model: str = MODEL, tp: int = 1) -> Catalogue:
+    """What is stored of a model."""
+    plan = make_plan(load_model(model, tp=tp), PlanOptions(memory_mib * MIB))
+    return Catalogue(plan, CacheLayout.from_plan(plan), model)
+
+
 def run(
     trace: Trace,
     *,
@@ -61,8 +69,10 @@ def run(
     prompts_only: bool = False,
     speed: float = 1.0,
     service: ServiceModel | None = None,
+    tiers: Sequence[str] = (),
+    tier_loads: str = "all",
 ) -> ReplayReport:
-    """A replay, with the cache's books checked at its end."""
+    """A replay, with the cache's books checked at its end. `tiers`: as on the command line."""
     setting = Setting(
         trace.name,
         model,
@@ -73,6 +83,8 @@ def run(
         serial=serial,
         prompts_only=prompts_only,
         speed=speed,
+        tiers=tuple(map(parse_tier, tiers)),
+        tier_loads=tier_loads,
     )
     service = service or ServiceModel(decode_tokens_per_s=100, prefill_tokens_per_s=10_000)
     ended = []
@@ -82,12 +94,15 @@ def run(
         setting,
         service=service,
         compute=FlopsOfTokens(),
+        catalogue=catalogue(memory_mib, model) if tiers else None,
         progress=lambda: ended.append(1),
         check=True,
     )
     assert len(ended) == report.requests == len(trace)
     assert sum(report.misses.values()) + report.hit_tokens == report.input_tokens
     assert report.input_tokens == sum(record.prompt_tokens for record in trace.records)
+    assert report.memory_tokens + sum(tier.hit_tokens for tier in report.tiers) == report.hit_tokens
+    assert all(tier.peak_bytes <= tier.size_bytes for tier in report.tiers)
     assert 0 < report.peak_bytes <= report.arena_bytes or report.refused == report.requests
     return report
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.store import FileStore, StoreError
-from hybridkv.store.file.descriptions import decode_description
+from hybridkv.store.descriptions import decode_description
 from tests.store.samples import NAMESPACE, OTHER_NAMESPACE
 
 BAD_TEXTS = ["", "a\nb", "\x1b[31mred", "a\x00", "\u202eabc", "\ud800", "x" * 257, 7, None, ["a"], {"a": "b"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, StoreInputError
 from hybridkv.store import Guarded, TieredStore, inspect_store, open_store
 from hybridkv.store.urls import parse_url
 from tests.store.samples import load, name_of, rows_of, save
@@ -118,3 +119,69 @@ def test_tools_open_what_exists_without_a_size(tmp_path: Path) -> None:
         save(store, name_of(1))
     with inspect_store(f"file://{tmp_path}") as store:
         assert load(store, name_of(1)) == rows_of(name_of(1))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2@host",
+        "redis://me:hunter2@host:6379/0?size=1GiB",
+        "rediss://me:hunter2@[::1]:1",
+        "valkey+unix://me:hunter2@/run/valkey.sock",
+        "s3://id:hunter2@bucket",
+        "ftp://me:hunter2@host",
+        "redis://host?password=hunter2",
+        "redis://host?size=1GiB&Password=hunter2",
+        "s3://bucket?secret_access_key=hunter2&region=x",
+        "az://box?sig=hunter2",
+        "redis://me:hunter2@host:port",
+        "redis://me:hunter2@host\n",
+        "file://me:hunter2@/tmp/x?size=1MiB",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_shown_nowhere(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for opening in (open_store, inspect_store):
+        with pytest.raises(StoreInputError) as caught:
+            opening(url)
+        text = "".join(traceback.format_exception(caught.value))
+        assert "hunter2" not in text.replace(repr(url), "")
+        assert "hunter2" not in str(caught.value) + caplog.text
+
+
+def test_a_password_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text("hunter2\n")
+    monkeypatch.setenv("SOME_PASSWORD", "from the environment")
+    assert parse_url("redis://host").secret("SOME_PASSWORD") == "from the environment"
+    assert parse_url(f"redis://me@host?password_file={file}").secret("SOME_PASSWORD") == "hunter2"
+    monkeypatch.delenv("SOME_PASSWORD")
+    assert parse_url("redis://host").secret("SOME_PASSWORD") is None
+    for bad in (tmp_path, tmp_path / "none", tmp_path / "empty", tmp_path / "large"):
+        (tmp_path / "empty").write_text("\n")
+        (tmp_path / "large").write_text("x" * 5000)
+        with pytest.raises(StoreInputError, match="name a file with a password"):
+            parse_url(f"redis://host?password_file={bad}").secret("SOME_PASSWORD")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://", "names no host"),
+        ("valkey:///0", "names no host"),
+        ("s3:///prefix", "names no host"),
+        ("redis://host:99999", "no URL"),
+        ("redis://host?colour=red", "'colour'; redis stores have size"),
+        ("redis+unix://host/run/x.sock", "is no path"),
+        ("redis://host?timeout=soon", "write it as 500ms or 2s"),
+        ("redis://host?timeout=0s", "write it as 500ms or 2s"),
+    ],
+)
+def test_bad_urls_of_servers_say_the_way_out(url: str, said: str) -> None:
+    with pytest.raises(StoreInputError) as caught:
+        parse_url(url).seconds("timeout", 1.0)
+    assert said in str(caught.value)
+
+
+def test_one_server_is_not_two_tiers() -> None:
+    with pytest.raises(StoreInputError, match="a place twice"):
+        open_store(["s3://bucket/a?size=1GiB", "s3://bucket/a?size=2GiB"])

@@ -16,6 +16,7 @@ import pytest
 from hybridkv.cache.tokens import lookup_key, pack_tokens
 from hybridkv.store import CorruptObject, MemoryStore, MissingObject
 from hybridkv.stream import Load
+from hybridkv.stream.openings import Openings
 from hybridkv.stream.source import Source
 from hybridkv.workers import Workers
 from tests.engine.drive import GREEDY, check_greedy, memory_for
@@ -213,7 +214,7 @@ def test_all_rows_of_an_object_get_the_same_answer() -> None:
     catalogue = driver.streamer.catalogue
     bad = names_at(driver, 80)[0]
     group = next(one for one in catalogue.groups if one.name == bad.group)
-    source = Source(store, catalogue, group, bytes.fromhex(bad.key), 80)
+    source = Source(store, Openings(store), catalogue, group, bytes.fromhex(bad.key), 80)
     store.faults[:] = [Fault(Kind.FLIP_HEADER, bad.group)]
     for chunk in group.chunks[:2]:
         with pytest.raises(CorruptObject):

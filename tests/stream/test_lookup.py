@@ -150,3 +150,27 @@ def test_a_short_reply_of_another_tensor_parallel_size_is_found(family: str) -> 
     found = last_stored(store, catalogue, Prompt(lambda ends: {end: keys[end] for end in ends}, 0, 31)).position
     assert found == 29
     assert store.asked <= 4
+
+
+@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("num_tokens", [1_000, 8_192, 131_072])
+def test_round_trips_grow_with_the_logarithm_of_the_prompt(family: str, num_tokens: int) -> None:
+    """At worst: all full-attention KV is there, and every state but the first; then one whole prefix far back."""
+    catalogue = catalogue_of(family)
+    keys = {end: end.to_bytes(32, "big") for end in range(1, num_tokens + 1)}
+    prompt = Prompt(lambda ends: {end: keys[end] for end in ends}, 0, num_tokens)
+    store = Counted()
+    for end in catalogue.stretch_ends(0, num_tokens):
+        store.names |= {catalogue.name(group, keys[end]) for group in catalogue.token_groups if group.role is Role.FULL}
+    store.names |= whole_prefix(catalogue, keys, 256)
+    assert last_stored(store, catalogue, prompt).position >= 256
+    assert store.asked <= 6 + 3 * (num_tokens // 1024).bit_length()
+    store.asked = 0
+    store.names |= whole_prefix(catalogue, keys, num_tokens)
+    assert last_stored(store, catalogue, prompt).position == num_tokens
+    assert store.asked <= 3
+
+
+def whole_prefix(catalogue: Catalogue, keys: dict[int, bytes], end: int) -> set[ObjectName]:
+    """All objects that are needed to resume at `end`."""
+    return set(catalogue.load_names(0, end, keys))

@@ -77,8 +77,8 @@ class EngineOptions:
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Keep what is computed beyond this process: file:///path?size=200GiB, memory://?size=4GiB. "
-            "Several: the fastest first.",
+            help="Keep what is computed beyond this process: file:///path?size=200GiB, memory://?size=4GiB, "
+            "valkey://host, s3://bucket ... Several: the fastest first.",
         ),
     ] = None
     stream: Annotated[str, typer.Option(help="How requests load from a store: auto, async or layerwise.")] = "auto"

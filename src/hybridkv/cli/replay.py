@@ -32,10 +32,13 @@ from hybridkv.replay import (
     Trace,
     load_tokenizer,
     load_trace,
+    parse_tier,
     replay,
 )
 from hybridkv.replay.accelerators import accelerator as find_accelerator
+from hybridkv.replay.tiers.spec import check_rule
 from hybridkv.spec import DType
+from hybridkv.stream import Catalogue
 
 DEFAULT_ACCELERATOR = "h200"
 
@@ -68,6 +71,17 @@ def replay_command(
         float | None, typer.Option(help="Reply tokens a second of one request. Default: by the model's weights.")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="For a trace of text: a directory, or tokenizer.json.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE@BANDWIDTH",
+            help="A store below the memory, of all ranks: 200GiB@2GB/s; with the latency of a load: 200GiB@2GB/s,1ms. "
+            "Repeat it for slower ones.",
+        ),
+    ] = None,
+    tier_loads: Annotated[
+        str, typer.Option(help="What is loaded from tiers: all, as engines do; or faster: what is slower to compute.")
+    ] = "all",
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,11 +106,17 @@ def replay_command(
         block_size=block_size,
     )
     runs = combinations(base, sweep or ())
+    given = [parse_tier(text) for text in tier or ()]
+    check_rule(tier_loads)
+    tiers = [run.tiers(given) for run in runs]
     for run in runs:
         named_policy(run.policy)
-    layouts = [_layout(model, run, kv_cache_dtype) for run in runs]  # faults show before the long work
+    caches = [_cache(model, run, kv_cache_dtype, bool(given)) for run in runs]  # faults show before the long work
     services = [
-        _service(model, run.tensor_parallel_size, accelerator, prefill_rate, decode_rate, serial=serial) for run in runs
+        _service(
+            model, run.tensor_parallel_size, accelerator, prefill_rate, decode_rate, is_timed=not serial or bool(given)
+        )
+        for run in runs
     ]
     if plot is not None:
         check_plot(plot)
@@ -117,10 +137,12 @@ def replay_command(
             prompts_only=prompts_only,
             speed=speed,
             accelerator=None if serial or (prefill_rate and decode_rate) else accelerator,
+            tiers=run_tiers,
+            tier_loads=tier_loads,
         )
-        for run in runs
+        for run, run_tiers in zip(runs, tiers, strict=True)
     ]
-    reports = _replay_all(requests, conversations, layouts, settings, services)
+    reports = _replay_all(requests, conversations, caches, settings, services)
     if plot is not None:
         save_plot(plot, reports)
     if as_json:
@@ -130,22 +152,27 @@ def replay_command(
         console().print(sweep_table(reports) if sweep else report_tables(reports[0]))
 
 
-def _layout(model: str, run: Combination, kv_cache_dtype: str | None) -> CacheLayout:
+def _cache(
+    model: str, run: Combination, kv_cache_dtype: str | None, has_tiers: bool
+) -> tuple[CacheLayout, Catalogue | None]:
+    """The layout of the memory, and what is stored of the model if there are tiers."""
     spec = load_model(
         model,
         tp=run.tensor_parallel_size,
         kv_cache_dtype=DType.parse(kv_cache_dtype) if kv_cache_dtype else None,
         state_dtype=DType.parse(run.state_dtype) if run.state_dtype else None,
     )
-    return CacheLayout.from_plan(make_plan(spec, PlanOptions(run.memory_bytes, run.block_size)))
+    plan = make_plan(spec, PlanOptions(run.memory_bytes, run.block_size))
+    layout = CacheLayout.from_plan(plan)
+    return layout, Catalogue(plan, layout, model) if has_tiers else None
 
 
 def _service(
-    model: str, tp: int, accelerator: str, prefill_rate: float | None, decode_rate: float | None, *, serial: bool
+    model: str, tp: int, accelerator: str, prefill_rate: float | None, decode_rate: float | None, *, is_timed: bool
 ) -> tuple[ServiceModel | None, ComputeModel | None]:
     """How requests are timed, and their FLOPs counted. A decode step reads all active weights once."""
     compute, device = compute_of(model), find_accelerator(accelerator)
-    if serial:
+    if not is_timed:
         return None, compute
     service = ServiceModel(
         decode_tokens_per_s=device.decode_tokens_per_s(compute, tp) if decode_rate is None else decode_rate,
@@ -159,14 +186,15 @@ def _service(
 def _replay_all(
     trace: Trace,
     conversations: Conversations | None,
-    layouts: Sequence[CacheLayout],
+    caches: Sequence[tuple[CacheLayout, Catalogue | None]],
     settings: Sequence[Setting],
     services: Sequence[tuple[ServiceModel | None, ComputeModel | None]],
 ) -> list[ReplayReport]:
     reports = []
     with _progress() as bar:
-        for number, (layout, setting, (service, compute)) in enumerate(zip(layouts, settings, services, strict=True)):
-            name = f"replay {number + 1} of {len(layouts)}" if len(layouts) > 1 else "replay"
+        runs = zip(caches, settings, services, strict=True)
+        for number, ((layout, catalogue), setting, (service, compute)) in enumerate(runs, 1):
+            name = f"replay {number} of {len(caches)}" if len(caches) > 1 else "replay"
             task = bar.add_task(name, total=len(trace))
             reports.append(
                 replay(
@@ -176,6 +204,7 @@ def _replay_all(
                     service=service,
                     compute=compute,
                     conversations=conversations,
+                    catalogue=catalogue,
                     progress=partial(bar.advance, task),
                 )
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hybridkv.errors import DiskError, InputError, is_disk_failure
 from hybridkv.replay import ReplayReport
+from hybridkv.units import format_bytes
 
 _GIB = 2**30
 _SUFFIXES = (".png", ".svg")
@@ -64,30 +65,55 @@ def _draw_bytes(axes: Any, report: ReplayReport) -> None:
 
 def _draw_sweep(axes: Any, reports: Sequence[ReplayReport]) -> None:
     labels = [_label(report, reports) for report in reports]
+    size_of, xlabel = _size_axis(reports)
     for label in dict.fromkeys(labels):
         line = [report for report, own in zip(reports, labels, strict=True) if own == label]
-        line.sort(key=lambda report: report.setting.memory_bytes)
-        memory = [report.setting.memory_bytes / _GIB for report in line]
-        axes.plot(memory, [100 * report.hit_ratio for report in line], marker="o", label=label)
+        line.sort(key=size_of)
+        axes.plot(
+            [size_of(report) / _GIB for report in line],
+            [100 * report.hit_ratio for report in line],
+            marker="o",
+            label=label,
+        )
     bound = 100 * max(report.seen_ratio for report in reports)
     axes.axhline(
         bound, color="dimgray", zorder=1, linestyle="--", label=f"seen before: no cache supplies more than {bound:.1f}%"
     )
     setting = reports[0].setting
-    axes.set(xlabel="GiB a rank", ylabel="hit ratio, %", title=f"{setting.trace} on {setting.model}")
+    axes.set(xlabel=xlabel, ylabel="hit ratio, %", title=f"{setting.trace} on {setting.model}")
     axes.set_ylim(0, max(1, min(_HIGHEST, _HEADROOM * bound)))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({report.setting.memory_bytes / _GIB for report in reports}))
+    sizes = sorted({size_of(report) / _GIB for report in reports})
+    if sizes[0] > 0:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes)
     axes.xaxis.set_major_formatter("{x:.3g}")
     axes.minorticks_off()
 
 
+def _size_axis(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayReport], int], str]:
+    """Memory; or the size of the last tier where only that changes."""
+    if len({report.setting.memory_bytes for report in reports}) == 1 and _tier_sizes_differ(reports):
+        return _tier_bytes, "GiB of the last tier"
+    return lambda report: report.setting.memory_bytes, "GiB a rank"
+
+
+def _tier_bytes(report: ReplayReport) -> int:
+    return report.tiers[-1].size_bytes
+
+
+def _tier_sizes_differ(reports: Sequence[ReplayReport]) -> bool:
+    return bool(reports[0].tiers) and len({_tier_bytes(report) for report in reports}) > 1
+
+
 def _label(report: ReplayReport, reports: Sequence[ReplayReport]) -> str:
-    """The settings, but memory, in which the replays differ."""
+    """The settings, but for that of the axis, in which the replays differ."""
     settings = [other.setting for other in reports]
     own, parts = report.setting, []
-    if len({setting.policy for setting in settings}) > 1 or len({s.memory_bytes for s in settings}) == len(settings):
+    size_of, _ = _size_axis(reports)
+    if len({setting.policy for setting in settings}) > 1 or len({size_of(r) for r in reports}) == len(reports):
         parts.append(own.policy)
+    if _tier_sizes_differ(reports) and len({setting.memory_bytes for setting in settings}) > 1:
+        parts.append(f"tier of {format_bytes(_tier_bytes(report))}")
     if len({setting.tp for setting in settings}) > 1:
         parts.append(f"TP {own.tp}")
     if len({setting.state_dtype for setting in settings}) > 1:

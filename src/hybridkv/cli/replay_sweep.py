@@ -9,9 +9,10 @@ from typing import Any
 
 from hybridkv.errors import InputError
 from hybridkv.renamed import new_flag
+from hybridkv.replay import TierSpec
 from hybridkv.units import parse_size
 
-KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size")
+KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size", "tier-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,20 @@ class Combination:
     tensor_parallel_size: int
     state_dtype: str | None
     block_size: int
+    tier_size: str | None = None
+    """Of the last tier; None: as the tier says."""
 
     @property
     def memory_bytes(self) -> int:
         return parse_size(self.memory)
+
+    def tiers(self, given: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
+        """The tiers as given, the last one with the size of the sweep."""
+        if self.tier_size is None:
+            return tuple(given)
+        if not given:
+            raise InputError("sweep over tier-size without a tier: add one, such as --tier 200GiB@2GB/s")
+        return (*given[:-1], replace(given[-1], size_bytes=parse_size(self.tier_size)))
 
 
 def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from hybridkv.cli.replay_tier_tables import loads_remark, tier_sweep_table, tiers_table
 from hybridkv.replay import ReplayReport
 from hybridkv.units import format_bytes
 
@@ -24,13 +25,17 @@ _REASONS = {
 
 def report_tables(report: ReplayReport) -> Group:
     """One replay."""
-    return Group(_heading(report), _tokens_table(report), _facts_table(report), _percentiles_table(report), "")
+    tiers = [tiers_table(report)] if report.tiers else []
+    return Group(_heading(report), _tokens_table(report), *tiers, _facts_table(report), _percentiles_table(report), "")
 
 
 def sweep_table(reports: Sequence[ReplayReport]) -> Table:
     """One line a replay."""
     first = reports[0].setting
-    table = Table(title=Text(f"{first.trace} on {first.model}, {_mode(reports[0])}"), title_justify="left")
+    title = f"{first.trace} on {first.model}, {_mode(reports[0])}"
+    if first.tiers:
+        return tier_sweep_table(reports, title)
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("memory", justify="right")
     table.add_column("policy")
     headers = ("TP", "block", "hit ratio", "evicted", "no state", "recomputed", "checkpoints", "refused", "seconds")
@@ -77,6 +82,10 @@ def _tokens_table(report: ReplayReport) -> Table:
     table.add_column("why")
     table.add_row("all", f"{report.input_tokens:,}", "", f"of {report.requests:,} requests")
     table.add_row("hit", f"{report.hit_tokens:,}", _part(report, report.hit_tokens), "supplied", style="bold")
+    if report.tiers:
+        table.add_row("  memory", f"{report.memory_tokens:,}", _part(report, report.memory_tokens), "")
+        for number, tier in enumerate(report.tiers, 1):
+            table.add_row(f"  tier {number}", f"{tier.hit_tokens:,}", _part(report, tier.hit_tokens), "loaded")
     for reason, tokens in report.misses.items():
         if tokens:
             table.add_row(reason.replace("_", " "), f"{tokens:,}", _part(report, tokens), _REASONS[reason])
@@ -91,6 +100,8 @@ def _facts_table(report: ReplayReport) -> Table:
     table.add_row("computed again", f"{report.recomputed_tokens:,}", "tokens that had been computed before")
     if report.computed_flops is not None and report.saved_flops is not None:
         table.add_row("FLOPs", f"{report.computed_flops:.3g}", f"{report.saved_flops:.3g} saved")
+    if report.tier_loads is not None:
+        table.add_row("loads", f"{report.tier_loads.loads:,}", loads_remark(report.tier_loads))
     remark = f"used {report.checkpoints_hit:,} times, {report.checkpoints_evicted:,} evicted"
     table.add_row("checkpoints", f"{report.checkpoints_kept:,}", remark)
     table.add_row("compactions", f"{report.compactions:,}", f"{report.moved_pages:,} pages moved")
@@ -117,7 +128,13 @@ def _percentiles_table(report: ReplayReport) -> Table:
     for name in report.prefill_saved:
         table.add_column(name, justify="right")
     table.add_row("prefill saved", *(f"{value:.1%}" for value in report.prefill_saved.values()))
-    for label, waits in (("wait in the queue", report.queue_wait_s), ("time to first token", report.ttft_s)):
+    loads = None if report.tier_loads is None else report.tier_loads.seconds
+    times = (
+        ("wait in the queue", report.queue_wait_s),
+        ("load from tiers", loads),
+        ("time to first token", report.ttft_s),
+    )
+    for label, waits in times:
         if waits is not None:
             table.add_row(label, *(f"{value:,.3g} s" for value in waits.values()))
     return table

@@ -12,7 +12,16 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from hybridkv.cli.store_tables import listing_tables, stat_tables
 from hybridkv.cli.tables import console, write
@@ -21,6 +30,7 @@ from hybridkv.store import (
     CorruptObject,
     MissingObject,
     ObjectName,
+    Reader,
     Store,
     Stored,
     StoreError,
@@ -33,7 +43,9 @@ store_app = typer.Typer(
     help="Look into a store of cache objects, check it, and clean it up.", no_args_is_help=True, rich_markup_mode="rich"
 )
 
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="The store, such as file:///path. No size is needed.")]
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="URL", help="The store: file:///path, valkey://host, s3://bucket. No size is needed.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 NamespaceOption = Annotated[str | None, typer.Option(help="Only this namespace: 32 hex digits, as 'stat' shows them.")]
 GroupOption = Annotated[str | None, typer.Option(help="Only this group: full, state ...")]
@@ -46,7 +58,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 def stat_command(url: UrlArgument, as_json: JsonOption = False) -> None:
     """Sizes by model and group."""
     with inspect_store(url) as store:
-        stored, about, stats = list(store.objects()), store.descriptions(), store.stats
+        stored, about, stats = _listed(store), store.descriptions(), store.stats
     if as_json:
         write(json.dumps(_stat_record(url, stored, about), indent=2))
     else:
@@ -67,7 +79,7 @@ def ls_command(
     """List objects, those used last first."""
     before = time.time() - _duration(older_than) if older_than else math.inf  # clocks of servers may be ahead
     with inspect_store(url) as store:
-        found = [one for one in store.objects(namespace, group, headers=True) if one.used_at <= before]
+        found = [one for one in _listed(store, namespace, group, headers=True) if one.used_at <= before]
         about = store.descriptions()
     found.sort(key=lambda one: (-one.used_at, one.name))
     if as_json:
@@ -89,7 +101,7 @@ def verify_command(
     Objects of a later version of hybridkv are counted and left alone.
     """
     with inspect_store(url) as store:
-        stored = list(store.objects(namespace, group))
+        stored = _listed(store, namespace, group)
         troubles = _verify_all(store, stored)
         corrupt = {name: str(trouble) for name, trouble in troubles.items() if isinstance(trouble, CorruptObject)}
         unknown = {name: str(trouble) for name, trouble in troubles.items() if isinstance(trouble, UnknownFormat)}
@@ -121,10 +133,12 @@ def gc_command(
     before = None if older_than is None else time.time() - _duration(older_than)
     with inspect_store(url) as store:
         used = store.stats.nbytes
-        leftovers = store.collect()
-        old = [] if before is None else [one.name for one in store.objects() if one.used_at < before]
-        expired = store.delete(old)
-        evicted = 0 if goal is None else store.shrink(goal)
+        with _at_work("looking for leftovers"):
+            leftovers = store.collect()
+        old = [] if before is None else [one.name for one in _listed(store) if one.used_at < before]
+        with _at_work("removing objects"):
+            expired = store.delete(old)
+            evicted = 0 if goal is None else store.shrink(goal)
         left = store.stats.nbytes
     record = {
         "leftovers": leftovers.files,
@@ -147,18 +161,22 @@ def _verify_all(store: Store, stored: list[Stored]) -> dict[ObjectName, StoreErr
     troubles = {}
     with _progress() as bar:
         task = bar.add_task("verify", total=sum(one.nbytes for one in stored))
-        for one in stored:
-            trouble = _verify(store, one.name)
-            if trouble is not None:
-                troubles[one.name] = trouble
-            bar.advance(task, one.nbytes)
+        for start in range(0, len(stored), store.opens_together):
+            batch = stored[start : start + store.opens_together]
+            for one, found in zip(batch, store.open_all([one.name for one in batch]), strict=True):
+                trouble = _verify(found)
+                if trouble is not None:
+                    troubles[one.name] = trouble
+                bar.advance(task, one.nbytes)
     return troubles
 
 
-def _verify(store: Store, name: ObjectName) -> StoreError | None:
-    """The error that reading the object raises. An object that is deleted meanwhile is fine."""
+def _verify(found: Reader | StoreError) -> StoreError | None:
+    """The error that opening or reading the object raises. An object that is deleted meanwhile is fine."""
     try:
-        with store.open(name) as reader:
+        if isinstance(found, StoreError):
+            raise found
+        with found as reader:
             buffer = memoryview(bytearray(max(row.nbytes for row in reader.header.rows)))
             for number, row in enumerate(reader.header.rows):
                 reader.read(number, [buffer[: row.nbytes]])
@@ -167,6 +185,18 @@ def _verify(store: Store, name: ObjectName) -> StoreError | None:
     except (CorruptObject, UnknownFormat) as error:
         return error
     return None
+
+
+def _listed(
+    store: Store, namespace: str | None = None, group: str | None = None, *, headers: bool = False
+) -> list[Stored]:
+    found: list[Stored] = []
+    with _at_work("listing objects") as bar:
+        task = bar.tasks[0].id
+        for one in store.objects(namespace, group, headers=headers):
+            found.append(one)
+            bar.update(task, description=f"listing objects: {len(found):,}")
+    return found
 
 
 def _trouble_records(troubles: dict[ObjectName, str]) -> list[dict[str, str]]:
@@ -204,4 +234,14 @@ def _progress() -> Iterator[Progress]:
     with Progress(
         *columns, TimeRemainingColumn(), console=screen, disable=not screen.is_terminal, transient=True
     ) as bar:
+        yield bar
+
+
+@contextmanager
+def _at_work(text: str) -> Iterator[Progress]:
+    """A line on stderr, if that is a terminal, while something goes on whose end is not known."""
+    screen = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        bar.add_task(text, total=None)
         yield bar

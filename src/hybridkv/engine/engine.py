@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import queue
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -309,7 +310,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and current usage, read between two steps. docs/stats.md explains each number."""
-        return self._loop.call(lambda: EngineStats.of(self._core))
+        stats = self._loop.call(lambda: EngineStats.of(self._core))
+        return stats if self._streaming is None else replace(stats, store=self._streaming.streamer.store.stats)
 
     def model_digest(self) -> str:
         """A digest of the model's weights and configuration: the same for the same model, wherever it lies."""

@@ -113,6 +113,9 @@ class Scheduler:
             budget = min(budget, self.pace.most_tokens)
         enough = min(budget, self.pace.enough_tokens)
         self._admit(enough)
+        if self.streaming is not None:
+            for sample in self.waiting[:_LOOK_AHEAD]:
+                self.streaming.prefetch(sample)
         self._ask_for_prompts()
         fed = 0
         for sample in [one for one in self.running if one.is_idle]:

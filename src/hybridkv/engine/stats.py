@@ -63,12 +63,13 @@ class EngineStats:
     memory: MemoryUse
     stream: StreamStats | None
     """Traffic with the store; None without one."""
-    store: StoreStats | None
+    store: StoreStats | None = None
     link: LinkStats | None = None
     """Traffic with other engines; None without a link."""
 
     @classmethod
     def of(cls, core: EngineCore) -> EngineStats:
+        """Everything but `store`: a store on a server may be slow to answer, and the engine's thread must not wait."""
         counted = core.cache.stats
         return cls(
             running=len(core.scheduler.running),
@@ -83,6 +84,5 @@ class EngineStats:
             cache=replace(counted, misses=Counter(counted.misses)),
             memory=MemoryUse.of(core.cache, core.runner.memory.plan.arena_bytes),
             stream=core.streaming.streamer.snapshot() if core.streaming is not None else None,
-            store=core.streaming.streamer.store.stats if core.streaming is not None else None,
             link=core.linking.link.stats.snapshot() if core.linking is not None else None,
         )

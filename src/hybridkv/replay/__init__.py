@@ -6,19 +6,26 @@ from hybridkv.replay.reading import load_trace
 from hybridkv.replay.replies import Conversations
 from hybridkv.replay.report import ReplayReport, Setting
 from hybridkv.replay.service import ComputeModel, ServiceModel
+from hybridkv.replay.tiers.figures import LoadReport, TierReport
+from hybridkv.replay.tiers.spec import LOAD_RULES, TierSpec, parse_tier
 from hybridkv.replay.tokenizer import load_tokenizer
 from hybridkv.replay.traces import Trace, TraceRequest
 
 __all__ = [
+    "LOAD_RULES",
     "ComputeModel",
     "Conversations",
+    "LoadReport",
     "ReplayReport",
     "ServiceModel",
     "Setting",
+    "TierReport",
+    "TierSpec",
     "Trace",
     "TraceError",
     "TraceRequest",
     "load_tokenizer",
     "load_trace",
+    "parse_tier",
     "replay",
 ]

@@ -13,7 +13,9 @@ from hybridkv.replay.replies import Conversations
 from hybridkv.replay.report import ReplayReport, Setting
 from hybridkv.replay.serial import Requests, replay_serial
 from hybridkv.replay.service import ComputeModel, ServiceModel
+from hybridkv.replay.tiers.tiers import Tiers
 from hybridkv.replay.traces import Trace
+from hybridkv.stream import Catalogue
 
 
 def replay(
@@ -24,20 +26,26 @@ def replay(
     service: ServiceModel | None = None,
     compute: ComputeModel | None = None,
     conversations: Conversations | None = None,
+    catalogue: Catalogue | None = None,
     progress: Callable[[], None] = lambda: None,
     check: bool = False,
 ) -> ReplayReport:
     """Drive a cache with a trace, as `setting` says, and report what a deployment would see.
 
     `service` times requests that run side by side: needed unless the setting is serial. `compute` counts FLOPs.
-    `conversations`: those of the trace, if they are known already. `progress` is called once a request. `check`:
-    recount the cache's books at the end.
+    `conversations`: those of the trace, if they are known already. `catalogue`: what is stored of the model, needed if
+    the setting has tiers. `progress` is called once a request. `check`: recount the cache's books at the end.
     """
     if not 0 < setting.speed < math.inf:
         raise InputError(f"speed {setting.speed}: give more than 0; 2 lets requests arrive twice as fast")
     policy = named_policy(setting.policy, None if compute is None else lambda: compute.flops)
     cache = Cache(layout, policy=policy, run_operations=lambda operations: None)
-    meter = Meter(cache, len(trace), trace.num_pieces, compute)
+    tiers = None
+    if setting.tiers:
+        if catalogue is None:
+            raise InputError("tiers without a catalogue: pass Catalogue(plan, layout, identity) of the same plan")
+        tiers = Tiers(catalogue, layout, setting, service)
+    meter = Meter(cache, len(trace), trace.num_pieces, compute, tiers)
     requests: Requests = trace
     continued_by: list[int | None] = [None] * len(trace)
     if not setting.prompts_only:
@@ -45,7 +53,7 @@ def replay(
         requests, continued_by = conversations, conversations.continued_by
     simulated_s = None
     if setting.serial:
-        replay_serial(cache, requests, meter, prompts_only=setting.prompts_only, progress=progress)
+        replay_serial(cache, requests, meter, prompts_only=setting.prompts_only, progress=progress, tiers=tiers)
     else:
         if service is None:
             raise InputError("a concurrent replay needs a service model: pass one, or make it serial")
@@ -58,6 +66,7 @@ def replay(
             continued_by=continued_by,
             prompts_only=setting.prompts_only,
             progress=progress,
+            tiers=tiers,
         ).run()
     assert not cache.leases, "a request was not released"
     if check:

@@ -9,6 +9,7 @@ from hybridkv.cache import Cache, Lease, Role
 from hybridkv.replay.report import MISS_REASONS, ReplayReport, Setting, percentiles
 from hybridkv.replay.seen import Seen
 from hybridkv.replay.service import ComputeModel
+from hybridkv.replay.tiers.tiers import TierLoad, Tiers
 from hybridkv.replay.traces import TraceRequest
 
 _SAMPLES = 100
@@ -18,7 +19,9 @@ _SUPPLY_REASONS = ("state_missing", "window_missing", "tap_missing")
 class Meter:
     """The counters of one replay."""
 
-    def __init__(self, cache: Cache, num_requests: int, num_pieces: int, compute: ComputeModel | None) -> None:
+    def __init__(
+        self, cache: Cache, num_requests: int, num_pieces: int, compute: ComputeModel | None, tiers: Tiers | None = None
+    ) -> None:
         self.seen = Seen(num_pieces)
         self.refused = 0
         self.preempted = 0
@@ -28,6 +31,7 @@ class Meter:
         self.first_token_waits: list[float] = []
         self._cache = cache
         self._compute = compute
+        self._tiers = tiers
         self._num_requests = num_requests
         self._input_tokens = 0
         self._hit_tokens = 0
@@ -50,13 +54,23 @@ class Meter:
         misses = self._cache.stats.misses
         return tuple(misses[reason] for reason in _SUPPLY_REASONS)
 
-    def started(self, request: TraceRequest, lease: Lease, supply_before: tuple[int, ...], seen: int) -> None:
-        """A request got its first pages: where every token of its prompt comes from.
+    def started(
+        self,
+        request: TraceRequest,
+        lease: Lease,
+        supply_before: tuple[int, ...],
+        seen: int,
+        load: TierLoad | None = None,
+    ) -> None:
+        """A request got its first pages: where every token of its prompt comes from. `load`: one that it begins.
 
         0 ........ hit ........ matched ........ seen, whole blocks .. seen ........ prompt
           supplied  state, window   evicted             below a block    never seen
         """
         length, hit, block = request.prompt_tokens, lease.cached_tokens, self._cache.block_tokens
+        if load is not None and not load.is_late and self._tiers is not None:
+            hit = load.supply.end
+            self._tiers.count_hit(load)
         matched = max(lease.matched_tokens, hit)
         shareable = max(matched, min(seen, length - 1) // block * block)
         known = max(shareable, seen)
@@ -127,6 +141,8 @@ class Meter:
             ttft_s=None if simulated_s is None else percentiles(self.first_token_waits),
             simulated_s=simulated_s,
             seconds=time.perf_counter() - self._started_at,
+            tiers=() if self._tiers is None else self._tiers.tier_reports(),
+            tier_loads=None if self._tiers is None else self._tiers.load_report(),
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from hybridkv.cache import DEFAULT_POLICY
+from hybridkv.replay.tiers.figures import LoadReport, TierReport
+from hybridkv.replay.tiers.spec import TierSpec
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MISS_REASONS = ("never_seen", "kv_evicted", "state_missing", "window_missing", "tap_missing", "below_block", "refused")
@@ -30,6 +32,10 @@ class Setting:
     prompts_only: bool = False
     speed: float = 1.0
     accelerator: str | None = None
+    tiers: tuple[TierSpec, ...] = ()
+    """Stores below the memory, the fastest first; of all ranks together."""
+    tier_loads: str = "all"
+    """Which loads are begun: all, as engines do, or only those that are faster than computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,13 @@ class ReplayReport:
     ttft_s: Mapping[str, float] | None
     simulated_s: float | None
     seconds: float
+    tiers: Sequence[TierReport] = ()
+    tier_loads: LoadReport | None = None
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens of `hit_tokens` that memory had; the others were loaded from tiers."""
+        return self.hit_tokens - sum(tier.hit_tokens for tier in self.tiers)
 
     @property
     def hit_ratio(self) -> float:
@@ -81,9 +94,14 @@ class ReplayReport:
         return 1 - new / self.input_tokens if self.input_tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON: the setting first."""
+        """Everything, for JSON: the setting first. Without tiers nothing is said about them."""
         numbers = asdict(self)
-        return {**numbers.pop("setting"), **numbers, "hit_ratio": self.hit_ratio, "seen_ratio": self.seen_ratio}
+        setting = numbers.pop("setting")
+        tiers = {name: numbers.pop(name) for name in ("tiers", "tier_loads")}
+        for name in tiers:
+            del setting[name]  # the reports of tiers say it, too
+        found = {**setting, **numbers, "hit_ratio": self.hit_ratio, "seen_ratio": self.seen_ratio}
+        return {**found, "memory_tokens": self.memory_tokens, **tiers} if self.tiers else found
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

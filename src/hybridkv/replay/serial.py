@@ -8,6 +8,8 @@ from typing import Protocol
 from hybridkv.cache import Cache, Lease, NoRoom, could_fit, extend_some
 from hybridkv.replay.meter import Meter
 from hybridkv.replay.room import prefill_step
+from hybridkv.replay.tiers.request import TieredRequest
+from hybridkv.replay.tiers.tiers import TierLoad, Tiers
 from hybridkv.replay.traces import TOKEN_BYTES, TraceRequest
 
 
@@ -19,12 +21,21 @@ class Requests(Protocol):
 
 
 def replay_serial(
-    cache: Cache, requests: Requests, meter: Meter, *, prompts_only: bool, progress: Callable[[], None]
+    cache: Cache,
+    requests: Requests,
+    meter: Meter,
+    *,
+    prompts_only: bool,
+    progress: Callable[[], None],
+    tiers: Tiers | None = None,
 ) -> None:
-    """Begin, compute and release each request before the next. `progress` is called after each."""
+    """Begin, compute and release each request before the next. `progress` is called after each.
+
+    For `tiers`, the number of the request is the time in seconds.
+    """
     for index in range(len(requests)):
         request = requests[index]
-        _serve(cache, request, meter, prompts_only=prompts_only)
+        Serving(cache, request, meter, b"" if prompts_only else fed_reply(request), tiers, index).run(not prompts_only)
         meter.ended(index + 1)
         progress()
 
@@ -39,36 +50,67 @@ def breakpoints(request: TraceRequest) -> Sequence[int]:
     return (request.known_tokens,) if request.known_tokens < request.prompt_tokens else ()
 
 
-def _serve(cache: Cache, request: TraceRequest, meter: Meter, *, prompts_only: bool) -> None:
-    """Without its reply, a prompt leaves nothing at its very end: what would go on from there is not known."""
-    reply = b"" if prompts_only else fed_reply(request)
-    num_tokens = request.prompt_tokens + len(reply) // TOKEN_BYTES
-    if not could_fit(cache.layout, num_tokens):
-        meter.refused += 1
-        meter.never_started(request)
-        return
-    supply, seen = meter.supply_misses(), meter.seen.length(request)
-    lease = cache.begin(request.prompt, breakpoints=breakpoints(request))
-    meter.started(request, lease, supply, seen)
-    if not _compute(cache, lease, request, meter, seen):
-        return
-    if reply:
-        lease.append(reply)
-        if not _compute(cache, lease, request, meter, lease.computed):
-            return
-    meter.output_tokens += 0 if prompts_only else request.output_tokens
-    cache.release(lease, keep=not prompts_only)
+class Serving:
+    """One request, from its start to its end."""
 
+    def __init__(
+        self, cache: Cache, request: TraceRequest, meter: Meter, reply: bytes, tiers: Tiers | None, now: float
+    ) -> None:
+        self._cache = cache
+        self._request = request
+        self._meter = meter
+        self._reply = reply
+        self._tiers = tiers
+        self._stored = None if tiers is None else TieredRequest(tiers, request, reply, breakpoints(request))
+        self._now = now
 
-def _compute(cache: Cache, lease: Lease, request: TraceRequest, meter: Meter, before: int) -> bool:
-    """Compute all that is known; False: there was no room, and the request is gone."""
-    while lease.computed < lease.num_tokens:
-        step = extend_some(cache, lease, prefill_step(cache, lease))
-        if isinstance(step, NoRoom):
-            cache.abort(lease)
+    def run(self, keeps_end: bool) -> None:
+        """Without its reply, a prompt leaves nothing at its very end: what would go on from there is not known."""
+        cache, request, meter = self._cache, self._request, self._meter
+        if not could_fit(cache.layout, request.prompt_tokens + len(self._reply) // TOKEN_BYTES):
             meter.refused += 1
-            return False
-        cache.commit(lease)
-        meter.computed(step.start, lease.computed, before)
-        meter.seen.add(request, lease.computed)
-    return True
+            meter.never_started(request)
+            return
+        supply, seen = meter.supply_misses(), meter.seen.length(request)
+        lease = cache.begin(request.prompt, breakpoints=breakpoints(request))
+        load = self._load(lease)
+        meter.started(request, lease, supply, seen, load)
+        if lease.in_flight:
+            cache.commit(lease)
+        if not self._compute(lease, seen):
+            return
+        if self._reply:
+            lease.append(self._reply)
+            if not self._compute(lease, lease.computed):
+                return
+        meter.output_tokens += request.output_tokens if keeps_end else 0
+        if self._stored is not None and keeps_end:
+            self._stored.ended(lease, self._now)
+        cache.release(lease, keep=keeps_end)
+
+    def _load(self, lease: Lease) -> TierLoad | None:
+        """Begin a load, whose step is in flight then; None: there is none, or no room for it."""
+        load = None if self._stored is None else self._stored.find(lease, self._now)
+        if load is None or self._tiers is None:
+            return None
+        count = load.supply.end - lease.computed
+        if not load.is_late and isinstance(self._cache.extend(lease, count, num_loaded=count), NoRoom):
+            return None
+        self._tiers.end(load, self._now)
+        return load
+
+    def _compute(self, lease: Lease, before: int) -> bool:
+        """Compute all that is known; False: there was no room, and the request is gone."""
+        cache, meter = self._cache, self._meter
+        while lease.computed < lease.num_tokens:
+            step = extend_some(cache, lease, prefill_step(cache, lease))
+            if isinstance(step, NoRoom):
+                cache.abort(lease)
+                meter.refused += 1
+                return False
+            cache.commit(lease)
+            meter.computed(step.start, lease.computed, before)
+            meter.seen.add(self._request, lease.computed)
+            if self._stored is not None:
+                self._stored.stepped(lease, step, self._now)
+        return True

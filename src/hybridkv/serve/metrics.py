@@ -81,7 +81,8 @@ _STORE_COUNTERS = {
     "unknown": "Times an object was not read because a later version of hybridkv had written it",
     "faults": "Times the store itself failed",
     "skipped": "Names not looked up and objects not written while the store rested after a fault",
-    "promoted": "Objects copied to a faster tier",
+    "promoted": "Objects copied to a faster tier while they were read",
+    "prefetched": "Objects copied to the fastest tier while the request that needs them was waiting",
     "round_trips": "Times a thread waited for the store's server",
 }
 

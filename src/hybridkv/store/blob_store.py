@@ -37,6 +37,10 @@ class BlobStore(Store):
         """Last known usage; returned while the backend fails."""
         self._is_too_small = False
 
+    @property
+    def size(self) -> int:
+        return self.blobs.size
+
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         with self.counters.faults():
             found = self.blobs.lookup(names)
@@ -48,6 +52,10 @@ class BlobStore(Store):
     def open(self, name: ObjectName) -> BlobReader:
         with self.counters.faults():
             return self._reader(name, self.blobs.open(name))
+
+    @property
+    def opens_together(self) -> int:
+        return self.blobs.opens_together
 
     def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
         return [self._reader_or_error(*one) for one in zip(names, self.blobs.open_all(names), strict=True)]

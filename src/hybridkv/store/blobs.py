@@ -59,6 +59,8 @@ class Blobs(ABC):
     """Size limit in bytes."""
     evicted: int = 0
     dropped: int = 0
+    opens_together: int = 1
+    """Number of blobs that `open_all` opens at less cost than `open` one by one."""
     round_trips: int = 0
     """Times that a thread waited for a server. Requests that travel together, to one host or several, count once."""
     on_evict: Callable[[ObjectName, Blob], None] | None = None

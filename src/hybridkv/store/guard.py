@@ -33,6 +33,10 @@ class Guarded(Store):
         self._writing = Breaker(f"{label}: writing", clock)
         self._counters = Counters()
 
+    @property
+    def size(self) -> int:
+        return self.store.size
+
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         if self._reading.admit(again=True):
             try:
@@ -49,6 +53,10 @@ class Guarded(Store):
             raise StoreFault(f"{name}: {self.label} rests after a fault")
         with self._watched(self._reading, _OPEN):
             return _GuardedReader(self, self.store.open(name))
+
+    @property
+    def opens_together(self) -> int:
+        return self.store.opens_together
 
     def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
         if self._reading.resting:

@@ -55,7 +55,9 @@ class StoreStats:
     dropped: int = 0
     """Objects that were not kept: no room in the store or in the copy queue, or a copy between tiers failed."""
     promoted: int = 0
-    """Objects copied to a faster tier."""
+    """Objects copied to a faster tier while they were read."""
+    prefetched: int = 0
+    """Objects copied to the fastest tier while the request that needs them was waiting."""
     corrupt: int = 0
     unknown: int = 0
     """Times that an object was not opened because a later version of hybridkv has written it."""
@@ -124,6 +126,11 @@ class Store(ABC):
     An object of an unknown format exists for `lookup`, and `open` refuses it. Only `delete` and eviction remove it.
     """
 
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Size limit in bytes."""
+
     @abstractmethod
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         """Whether each of these exists, in one round trip."""
@@ -131,6 +138,11 @@ class Store(ABC):
     @abstractmethod
     def open(self, name: ObjectName) -> Reader:
         """Open an object. Raises MissingObject, CorruptObject, UnknownFormat or StoreFault."""
+
+    @property
+    def opens_together(self) -> int:
+        """Number of objects that `open_all` opens at less cost than `open` one by one."""
+        return 1
 
     def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
         """Open several objects, in one round trip. An error stands in the place of one that cannot be opened."""
@@ -141,6 +153,15 @@ class Store(ABC):
             return self.open(name)
         except StoreError as error:
             return error
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether `prefetch` does something."""
+        return False
+
+    def prefetch(self, names: Sequence[ObjectName]) -> None:
+        """Say that these will be opened soon, in this order: tiers copy them to the fastest one. Never waits."""
+        return
 
     @abstractmethod
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:

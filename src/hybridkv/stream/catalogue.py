@@ -15,7 +15,7 @@ are visible from there. `form` says what the objects contain.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -91,6 +91,18 @@ class Catalogue:
     def name(self, group: StoredGroup, key: bytes, share: Share | None = None) -> ObjectName:
         """The object that holds `share`; by default this rank's."""
         return ObjectName(self.namespace, (share or group.share).of_group(group.name), key.hex())
+
+    def load_names(
+        self, start: int, end: int, keys: Mapping[int, bytes], names: Collection[str] = ()
+    ) -> list[ObjectName]:
+        """This rank's objects that are read for a request at `start` that will resume at `end`, states first.
+
+        `keys`: at `load_ends`. `names`: as of `load_ends`.
+        """
+        found = [self.name(group, keys[end]) for group in self.state_groups]
+        for group in self.needed(names):
+            found += [self.name(group, keys[one]) for one in self.ends(group, start, end)]
+        return found
 
     # --- positions ----------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,11 @@ class Fetch:
         return self._found.result().position
 
     @property
+    def start(self) -> int:
+        """Memory had the tokens before this position when the store was asked."""
+        return self._start
+
+    @property
     def matched(self) -> int:
         """Full-attention KV is stored up to here, maybe deeper than `position`. Valid once there is an answer."""
         return self._start if self.has_failed else self._found.result().matched
@@ -115,6 +120,17 @@ class Finder:
         fetch = Fetch(start, found, self._clock() + self._timeout_s, self._clock)
         self._asked.append(fetch)
         return fetch
+
+    def prefetch(self, fetch: Fetch, keys: BlockKeys, tokens: bytes, taps: Collection[str] = ()) -> None:
+        """Have the store copy what a lookup has found to its fastest tier: the request will load it later."""
+
+        def ask() -> None:
+            ends = self.catalogue.load_ends(fetch.start, fetch.position, taps)
+            found = keys.at(ends, tokens)
+            self._store.prefetch(self.catalogue.load_names(fetch.start, fetch.position, found, taps))
+
+        if fetch.position and self._store.can_prefetch and not self.is_blocked:
+            self._workers.submit(ask)
 
     def touch(self, names: Sequence[ObjectName]) -> None:
         """Mark objects as used, so that the store evicts them later. `names`: in the order in which they are needed."""

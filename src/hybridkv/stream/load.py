@@ -18,6 +18,7 @@ from hybridkv.store import CorruptObject, MissingObject, ObjectName, Store, Stor
 from hybridkv.stream.boxes import Span
 from hybridkv.stream.catalogue import Catalogue, Stretch
 from hybridkv.stream.form import Chunk
+from hybridkv.stream.openings import Openings
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.source import Source
@@ -78,7 +79,9 @@ class Load:
         self._began = clock()
         self._good_until = self.end
         self._changed = threading.Condition()
-        self._waiting = deque(sorted(_tasks(store, catalogue, request, keys), key=lambda task: task.order))
+        self._openings = Openings(store)
+        tasks = _tasks(store, self._openings, catalogue, request, keys)
+        self._waiting = deque(sorted(tasks, key=lambda task: task.order))
         """Rows that no reader has taken yet."""
         self._num_reading = 0
         self._num_copying = 0
@@ -87,6 +90,8 @@ class Load:
         self._left = Counter(task.needed_at for task in self._waiting)
         """Number of rows that are not loaded yet, by the layer that waits for them."""
         self._sources = list(dict.fromkeys(task.source for task in self._waiting))
+        for source in self._sources:
+            self._openings.expect(source.expected)
 
     @property
     def names(self) -> list[ObjectName]:
@@ -227,22 +232,25 @@ class Load:
     def _close(self) -> None:
         for source in self._sources:
             source.close()
+        self._openings.close()
 
 
-def _tasks(store: Store, catalogue: Catalogue, request: PageRequest, keys: Mapping[int, bytes]) -> list[_Task]:
+def _tasks(
+    store: Store, openings: Openings, catalogue: Catalogue, request: PageRequest, keys: Mapping[int, bytes]
+) -> list[_Task]:
     tasks: list[_Task] = []
     start, end, size = request.start, request.end, catalogue.block_tokens
     for group in catalogue.needed(request.blocks):
         for e in catalogue.ends(group, start, end):
             stretch = catalogue.stretch(group, e)
-            source = Source(store, catalogue, group, keys[e], e)
+            source = Source(store, openings, catalogue, group, keys[e], e)
             for chunk in group.chunks:
                 pages = _pages_to_fill(request, chunk.table, stretch, group.sight.first_visible_block(end, size), size)
                 if any(page is not None for page in pages):
                     span = Span(pages, source.num_tokens, size)
                     tasks.append(_Task(source, chunk, span, stretch.first * size, e))
     for group in catalogue.state_groups:
-        source = Source(store, catalogue, group, keys[end], end)
+        source = Source(store, openings, catalogue, group, keys[end], end)
         for chunk in group.chunks:
             page = request.states[chunk.table][end][chunk.row.page]
             tasks.append(_Task(source, chunk, Span([page], 1, 1), start, end))

@@ -11,10 +11,13 @@ from hybridkv.store import Store
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.form import Share, StoredGroup
 
-_EXACT_TOKENS = 512
+EXACT_TOKENS = 512
 """Replies end at any token. So many positions are looked up one by one, the last ones; before them only block ends."""
 _BATCH = 64
-"""Positions per lookup; of those that are looked up one by one, the rest come in a second batch."""
+"""Positions of the first round trip. Later ones ask for more and more: for long prompts there are only a few of them.
+
+The position is nearly always among the last ones; stores that take one request a name should not be asked for all.
+"""
 
 KeysAt = Callable[[Iterable[int]], Mapping[int, bytes]]
 
@@ -45,7 +48,7 @@ class Found(NamedTuple):
 def last_stored(store: Store, catalogue: Catalogue, prompt: Prompt) -> Found:
     """How far the store can supply a prompt.
 
-    The call makes a few round trips and blocks on the store: do not call it on the engine thread.
+    The call makes a few round trips (docs/streaming.md) and blocks on the store: do not call it on the engine thread.
     """
     return _Lookup(store, catalogue, prompt).find()
 
@@ -64,8 +67,11 @@ class _Lookup:
 
     def find(self) -> Found:
         for ends in self._batches():
-            for end in self._gated(ends):
-                if self._has_all(end):
+            gated = self._gated(ends)
+            alone = gated[:1] if len(ends) <= _BATCH else []  # it is nearly always complete: do not ask for the others
+            for some in (alone, gated[len(alone) :]):
+                end = self._first_complete(some)
+                if end is not None:
                     return Found(end, max(end, self._matched))
         return Found(self._prompt.start, self._matched)
 
@@ -73,12 +79,13 @@ class _Lookup:
         """Positions to look up, the last first."""
         size, reach = self._catalogue.block_tokens, self._reach()
         first = (self._prompt.start // size + 1) * size
-        exact = max(first, reach - _EXACT_TOKENS + 1)
+        exact = max(first, reach - EXACT_TOKENS + 1)
         ones = list(range(reach, exact - 1, -1))
         yield from (batch for batch in (ones[:_BATCH], ones[_BATCH:]) if batch)
-        ends = iter(range((exact - 1) // size * size, first - 1, -size))
-        while batch := list(islice(ends, _BATCH)):
+        ends, count = iter(range((exact - 1) // size * size, first - 1, -size)), _BATCH
+        while batch := list(islice(ends, count)):
             yield batch
+            count *= 2
 
     def _reach(self) -> int:
         """Upper bound for full attention: all stored full stretches in a row, and part of one more."""
@@ -95,8 +102,9 @@ class _Lookup:
         return min(prompt.limit, (start // tokens + num_found + 1) * tokens)
 
     def _gated(self, ends: Sequence[int]) -> list[int]:
-        """Positions that one group may have. What is rarest is asked: states, else hidden states, else tokens."""
-        groups = [*self._catalogue.state_groups, *reversed(self._token_groups)]
+        """Positions that one group may have. What is rarest is asked: states, else hidden states, windows, full KV."""
+        tokens = sorted(self._token_groups, key=lambda group: (group.role is Role.FULL, group.role is not Role.TAP))
+        groups = [*self._catalogue.state_groups, *tokens]
         gate = next((group for group in groups if all(self._needs_end(group, end) for end in ends)), None)
         if gate is None:
             return list(ends)
@@ -131,16 +139,22 @@ class _Lookup:
         is_there = self._store.lookup([self._catalogue.name(group, keys[end], share) for end, share in asked])
         return [one for one, found in zip(asked, is_there, strict=True) if found]
 
-    def _has_all(self, end: int) -> bool:
-        """Whether every group has all slices of every object it needs, each divided in one way or another."""
-        needed = [(group, e) for group in self._token_groups for e in self._needs(group, end)]
-        needed += [(group, end) for group in self._catalogue.state_groups]
-        lacking = self._lacking(needed, lambda group: group.ways[:1])
-        return not lacking or not self._lacking(lacking, lambda group: group.ways[1:])
+    def _first_complete(self, ends: Sequence[int]) -> int | None:
+        """The first end at which every group has all slices of every object it needs, divided in one way or another."""
+        needed = {end: self._needed_at(end) for end in ends}
+        lacking = self._lacking(set().union(*needed.values()), lambda group: group.ways[:1])
+        if ends and needed[ends[0]] & lacking:
+            lacking = self._lacking(lacking, lambda group: group.ways[1:])
+        return next((end for end in ends if not needed[end] & lacking), None)
+
+    def _needed_at(self, end: int) -> set[tuple[StoredGroup, int]]:
+        """Groups and ends of the objects that are needed to resume at `end`."""
+        tokens = {(group, one) for group in self._token_groups for one in self._needs(group, end)}
+        return tokens | {(group, end) for group in self._catalogue.state_groups}
 
     def _lacking(
-        self, needed: Sequence[tuple[StoredGroup, int]], ways_of: Callable[[StoredGroup], list[list[Share]]]
-    ) -> list[tuple[StoredGroup, int]]:
+        self, needed: Collection[tuple[StoredGroup, int]], ways_of: Callable[[StoredGroup], list[list[Share]]]
+    ) -> set[tuple[StoredGroup, int]]:
         """Those of the needed groups and ends of which none of these ways has all slices."""
         keys = self._prompt.keys_at({end for _, end in needed})
         names = {
@@ -149,7 +163,7 @@ class _Lookup:
         }
         asked = [name for ways in names.values() for way in ways for name in way]
         found = dict(zip(asked, self._store.lookup(asked), strict=True)) if asked else {}
-        return [one for one, ways in names.items() if not any(all(found[name] for name in way) for way in ways)]
+        return {one for one, ways in names.items() if not any(all(found[name] for name in way) for way in ways)}
 
     def _needs(self, group: StoredGroup, end: int) -> list[int]:
         return self._catalogue.ends(group, self._first_needed(group, end), end)

@@ -10,6 +10,7 @@ from hybridkv.errors import StoreError
 from hybridkv.store import CorruptObject, MissingObject, ObjectName, Reader, Store, UnknownFormat
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.form import Chunk, Share, StoredGroup
+from hybridkv.stream.openings import Openings
 
 
 class Source:
@@ -18,14 +19,24 @@ class Source:
     The slices may have been divided among more writers or fewer than there are readers now: `ways`.
     """
 
-    def __init__(self, store: Store, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int) -> None:
+    def __init__(
+        self, store: Store, openings: Openings, catalogue: Catalogue, group: StoredGroup, key: bytes, end: int
+    ) -> None:
         self.group = group
         self.num_tokens = catalogue.num_tokens(group, end)
         self.names: list[ObjectName] = []
         """Objects that were opened."""
         self._store = store
-        self._ways = [[(share, catalogue.name(group, key, share)) for share in way] for way in group.ways]
+        self._openings = openings
         self._held = group.share.slices(group.slices)
+        self._ways = [
+            [
+                (share, catalogue.name(group, key, share))
+                for share in way
+                if _overlap(share.slices(group.slices), self._held)
+            ]
+            for way in group.ways
+        ]
         self._lock = threading.Lock()
         self._readers: list[tuple[Share, Reader]] = []
         self._error: Exception | None = None
@@ -57,6 +68,11 @@ class Source:
             reader.read(number, [whole])
             mine[:] = whole[-first * size : -first * size + len(mine)]
 
+    @property
+    def expected(self) -> list[ObjectName]:
+        """Objects that the first read will most likely open."""
+        return [name for _, name in self._ways[0]]
+
     def close(self) -> None:
         """Call after the last read."""
         with self._lock:
@@ -67,8 +83,7 @@ class Source:
     def _open(self) -> list[tuple[Share, Reader]]:
         """Open the objects of the first way that is there."""
         missing: MissingObject | UnknownFormat | None = None
-        for way in self._ways:
-            needed = [(share, name) for share, name in way if _overlap(share.slices(self.group.slices), self._held)]
+        for needed in self._ways:
             readers: list[tuple[Share, Reader]] = []
             try:
                 for share, name in needed:
@@ -86,7 +101,7 @@ class Source:
         raise missing
 
     def _open_one(self, share: Share, name: ObjectName) -> Reader:
-        reader, expected = self._store.open(name), self.group.row_bytes(self.num_tokens, share)
+        reader, expected = self._openings.open(name), self.group.row_bytes(self.num_tokens, share)
         found = [row.nbytes for row in reader.header.rows]
         if found != expected:
             reader.close()

@@ -88,6 +88,21 @@ class Streaming:
             return True
         return transfer.fetch.is_answered
 
+    def prefetch(self, sample: Sample) -> None:
+        """Called in each step for a sample that cannot start: tiers copy its objects to the fastest one meanwhile."""
+        if not self.streamer.store.can_prefetch or sample.request.arrival is not None or sample.has_followed:
+            return
+        if sample.transfer is None:
+            sample.match = self._cache.match(sample.tokens, sample.key)
+        if not self.is_ready(sample):
+            return
+        transfer = sample.transfer
+        assert transfer is not None
+        if transfer.fetch is None or transfer.was_prefetched or transfer.stage is not Stage.ASKED:
+            return
+        transfer.was_prefetched = True
+        self.streamer.finder.prefetch(transfer.fetch, sample.keys(self.streamer), sample.tokens, sample.key.taps)
+
     def _ask(self, sample: Sample) -> Transfer:
         match, tokens = sample.match, sample.tokens
         assert match is not None

@@ -32,7 +32,7 @@ class Stage(Enum):
 class Transfer:
     """One sample's transfer, from the lookup until the sample goes back to the queue."""
 
-    __slots__ = ("fetch", "lease", "load", "position", "stage", "was_late")
+    __slots__ = ("fetch", "lease", "load", "position", "stage", "was_late", "was_prefetched")
 
     def __init__(self, fetch: Fetch | None) -> None:
         """`fetch`: None if no lookup was worthwhile."""
@@ -44,6 +44,8 @@ class Transfer:
         """The lease whose pages are filled."""
         self.was_late = False
         """A step did not wait for its rows: it loads asynchronously now."""
+        self.was_prefetched = False
+        """The store was told that the sample waits."""
         self.load: Load | None = None
 
     @property

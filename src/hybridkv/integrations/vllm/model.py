@@ -42,7 +42,7 @@ def model_identity(config: VllmConfig) -> str:
     model = config.model_config
     directory = Path(model.model)
     if not directory.is_dir():
-        directory = _hub_directory(model.model, model.revision)
+        directory = hub_directory(model.model, model.revision)
     computed = [str(model.dtype).removeprefix("torch.")]
     if model.quantization:
         computed.append(f"quantization {model.quantization}")
@@ -50,7 +50,7 @@ def model_identity(config: VllmConfig) -> str:
     return checkpoint_digest(directory, *computed)
 
 
-def _hub_directory(name: str, revision: str | None) -> Path:
+def hub_directory(name: str, revision: str | None) -> Path:
     """Where vLLM has downloaded a model of the hub to."""
     from huggingface_hub import snapshot_download
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hybridkv.errors import StoreInputError
 from hybridkv.store import Store, open_store
+from hybridkv.store.address import shown
 
 _lock = threading.Lock()
 _opened: dict[tuple[str, ...], tuple[Store, int]] = {}
@@ -41,7 +42,7 @@ def seen_by_all(urls: Sequence[str]) -> list[str]:
     shared = [url for url in urls if not url.startswith("memory:")]
     if not shared:
         raise StoreInputError(
-            f"store {' '.join(urls)}: vLLM's scheduler and its workers are different processes here, and none sees the "
-            f"memory of another; add a tier that they share, such as file:///path?size=200GiB"
+            f"store {' '.join(map(shown, urls))}: vLLM's scheduler and its workers are different processes "
+            f"here, and none sees the memory of another; add a tier that they share, such as file:///path?size=200GiB"
         )
     return shared

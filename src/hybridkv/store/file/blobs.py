@@ -16,8 +16,9 @@ from hybridkv.errors import MissingObject, StoreFault, StoreInputError
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers
+from hybridkv.store.descriptions import encode_description
 from hybridkv.store.eviction import chosen, ranked, with_slack
-from hybridkv.store.file.descriptions import encode_description, read_descriptions
+from hybridkv.store.file.descriptions import read_descriptions
 from hybridkv.store.file.folder import ROOT, Folder
 from hybridkv.store.file.io import BouncePool, Direct, FileBlob, can_read_directly, faults, write_all
 from hybridkv.store.file.pending import LockedFile, PendingFiles
@@ -39,7 +40,7 @@ class FileBlobs(Blobs):
         self._direct = direct
         self._pool = BouncePool()
         self._pending = PendingFiles(self.folder.pending)
-        self._values = ValueReader(self.open)
+        self._values = ValueReader(self.open_all)
         self._described: dict[str, bytes] = {}
         with faults("open the store at", path):
             self.usage_file = UsageFile(self.folder.usage_file, self.recount, self.folder.mend)

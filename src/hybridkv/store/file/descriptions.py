@@ -1,38 +1,16 @@
-"""Human-readable descriptions of namespaces, in small JSON files. Their content is untrusted."""
+"""Descriptions of namespaces in a directory of small files."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
 
-from hybridkv.errors import StoreInputError
+from hybridkv.store.descriptions import MOST_BYTES, decode_description
 from hybridkv.store.names import is_namespace
 
-_MOST_BYTES = 1 << 16
-_MOST_LETTERS = 256
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def encode_description(info: Mapping[str, str]) -> bytes:
-    raw = json.dumps(dict(info), indent=1).encode()
-    if len(raw) > _MOST_BYTES:
-        raise StoreInputError(f"a description of {len(raw):,} bytes: at most {_MOST_BYTES:,} are kept")
-    return raw
-
-
-def decode_description(raw: bytes) -> dict[str, str] | None:
-    """None if `raw` is not a JSON object. Keys and values that are not short printable strings are left out."""
-    try:
-        info = json.loads(raw) if len(raw) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(info, dict):
-        return None
-    return {key: value for key, value in info.items() if _is_plain(key) and _is_plain(value)}
 
 
 def read_descriptions(directory: Path) -> dict[str, dict[str, str]]:
@@ -45,10 +23,6 @@ def read_descriptions(directory: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _is_plain(text: object) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= _MOST_LETTERS and text.isprintable()
-
-
 def _read(path: Path) -> bytes:
     """Content of a regular file; empty for anything else."""
     try:
@@ -58,6 +32,6 @@ def _read(path: Path) -> bytes:
             return b""
         raise
     try:
-        return os.read(fd, _MOST_BYTES + 1) if S_ISREG(os.fstat(fd).st_mode) else b""
+        return os.read(fd, MOST_BYTES + 1) if S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)

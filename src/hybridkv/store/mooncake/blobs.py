@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hybridkv.errors import StoreError
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
-from hybridkv.store.file.descriptions import decode_description, encode_description
+from hybridkv.store.descriptions import decode_description, encode_description
 from hybridkv.store.mooncake.admin import Admin
 from hybridkv.store.mooncake.client import LEASED, OBJECTS, Client, key_of
 from hybridkv.store.mooncake.reading import Reads
@@ -23,6 +23,8 @@ _REMOVED_AT_ONCE = 256
 
 
 class MooncakeBlobs(Blobs):
+    opens_together = 64
+
     def __init__(self, client: Client, admin: Admin, pinned: object) -> None:
         """`pinned`: the client's configuration of values that are never evicted."""
         self._client = client

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, UnknownFormat
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store.counters import Counters
 from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header
@@ -26,18 +26,16 @@ class Listener(Protocol):
 class TieredReader(Reader):
     """Falls back to the next store that has the object when a read fails. All copies of a name are equal."""
 
-    def __init__(self, stores: Sequence[Store], name: ObjectName, counters: Counters) -> None:
+    def __init__(self, stores: Sequence[Store], level: int, first: Reader, counters: Counters) -> None:
+        """`first`: the reader of the fastest store that has the object, which is at `level`."""
         self._stores = stores
-        self._name = name
         self._counters = counters
         self._lock = Lock()
-        self._readers: list[Reader] = []
+        self._readers = [first]
         self._is_closed = False
-        self.level = 0
+        self.level = level
         """Index of the store that is read from."""
         self.listener: Listener | None = None
-        first = self._open_from(0)
-        self._readers.append(first)
         self.header = first.header
 
     def read(self, row: int, buffers: Sequence[memoryview]) -> None:
@@ -68,27 +66,34 @@ class TieredReader(Reader):
                 return
             if self._is_closed:
                 raise error
-            try:
-                following = self._open_from(self.level + 1)
-            except StoreError:
+            (following,) = open_highest(self._stores, [self.header.name], self.level + 1)
+            if isinstance(following, StoreError):
                 raise error from None
-            self._readers.append(following)
-            if [row.nbytes for row in following.header.rows] != [row.nbytes for row in self.header.rows]:
+            self.level = following.level
+            self._readers.append(following.reader)
+            if [row.nbytes for row in following.reader.header.rows] != [row.nbytes for row in self.header.rows]:
                 raise error
 
-    def _open_from(self, level: int) -> Reader:
-        trouble: StoreError = MissingObject(f"{self._name}: in no tier")
-        for here in range(level, len(self._stores)):
-            try:
-                reader = self._stores[here].open(self._name)
-            except MissingObject:
-                continue
-            except (CorruptObject, UnknownFormat, StoreFault) as error:
-                trouble = error
-                continue
-            self.level = here
-            return reader
-        raise trouble
+
+class Opened(NamedTuple):
+    level: int
+    reader: Reader
+
+
+def open_highest(stores: Sequence[Store], names: Sequence[ObjectName], level: int = 0) -> list[Opened | StoreError]:
+    """Open each object in the first store from `level` on that can. Each store is asked once for all that are left."""
+    found: list[Opened | StoreError] = [MissingObject(f"{name}: in no tier") for name in names]
+    left = list(range(len(names)))
+    for here in range(level, len(stores)):
+        for number, one in zip(left, stores[here].open_all([names[number] for number in left]), strict=True):
+            if isinstance(one, Reader):
+                found[number] = Opened(here, one)
+            elif not isinstance(one, MissingObject):
+                found[number] = one
+        left = [number for number in left if isinstance(found[number], StoreError)]
+        if not left:
+            break
+    return found
 
 
 class TieredWriter(Writer):

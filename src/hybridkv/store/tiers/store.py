@@ -14,7 +14,8 @@ from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import layout
 from hybridkv.store.store import EvictionHook, Leftovers, Reader, Store, Stored, StoreStats, Writer
 from hybridkv.store.tiers.copy_queue import CopyQueue, CopyTask
-from hybridkv.store.tiers.io import TieredReader, TieredWriter, begin_writing, copy_object
+from hybridkv.store.tiers.io import Opened, TieredReader, TieredWriter, begin_writing, copy_object, open_highest
+from hybridkv.store.tiers.prefetch import Prefetcher
 from hybridkv.store.tiers.promotion import Promotion
 
 logger = logging.getLogger("hybridkv.store")
@@ -49,12 +50,17 @@ class TieredStore(Store):
         """The tiers that new objects are written to."""
         self._copies = CopyQueue(most_waiting_bytes)
         self._patience_s = patience_s
+        self._prefetcher = Prefetcher(self.tiers, self._count_prefetched)
         self._counters = Counters()
         self._lock = Lock()
         self._promoting: set[ObjectName] = set()
         self._closed = False
         for level in self._back:
             self.tiers[level].on_evict(lambda reader, level=level: self._demote(reader, level + 1))  # type: ignore[misc]
+
+    @property
+    def size(self) -> int:
+        return sum(store.size for store in self.tiers)
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         found = self._find(names)
@@ -63,13 +69,41 @@ class TieredStore(Store):
             stats.misses += len(found) - sum(found)
         return found
 
+    @property
+    def opens_together(self) -> int:
+        return max(store.opens_together for store in self.tiers)
+
     def open(self, name: ObjectName) -> Reader:
-        reader = TieredReader(self.tiers, name, self._counters)
+        (found,) = self.open_all([name])
+        if isinstance(found, StoreError):
+            raise found
+        return found
+
+    def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
+        self._prefetcher.opened(names)
+        return [self._reader(found) for found in open_highest(self.tiers, names)]
+
+    def _reader(self, found: Opened | StoreError) -> Reader | StoreError:
+        if isinstance(found, StoreError):
+            return found
         with self._counters as stats:
             stats.opened += 1
-        if reader.level:
+        reader = TieredReader(self.tiers, found.level, found.reader, self._counters)
+        if found.level:
             reader.listener = self._promote(reader)
         return reader
+
+    @property
+    def can_prefetch(self) -> bool:
+        return len(self.tiers) > 1
+
+    def prefetch(self, names: Sequence[ObjectName]) -> None:
+        if self.can_prefetch:
+            self._prefetcher.want(names)
+
+    def _count_prefetched(self) -> None:
+        with self._counters as stats:
+            stats.prefetched += 1
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
         writers = begin_writing(self._written, name, row_bytes, value=value, position=position)
@@ -142,6 +176,7 @@ class TieredStore(Store):
         if self._closed:
             return
         self._closed = True
+        self._prefetcher.close(self._patience_s)
         for level in self._back:
             self._demote_all(level)
         if not self._copies.close(self._patience_s):

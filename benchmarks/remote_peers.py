@@ -1,0 +1,106 @@
+"""Plain clients of the servers that stores live on: what people would write without hybridkv. No checksums.
+
+Each writes and reads values of equal size. A value that was read is copied to the caller's buffer, where an engine
+needs it, unless the client can put it there itself.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hybridkv.store.buffers import copy
+
+
+class Peer(ABC):
+    name: str
+
+    @abstractmethod
+    def write(self, key: str, value: memoryview) -> None: ...
+
+    @abstractmethod
+    def read(self, key: str, buffer: memoryview) -> None: ...
+
+    def close(self) -> None:
+        return
+
+
+class RedisPy(Peer):
+    """redis-py with hiredis."""
+
+    name = "redis-py with hiredis"
+
+    def __init__(self, url: str, threads: int) -> None:
+        import hiredis  # noqa: F401 - redis-py uses it if it is there
+        import redis
+
+        parts = urlsplit(url)
+        where: dict[str, Any] = {"host": parts.hostname, "port": parts.port}
+        if "+unix" in parts.scheme:
+            where = {"unix_socket_path": parts.path}
+        self._client: Any = redis.Redis(**where, max_connections=threads + 1)
+
+    def write(self, key: str, value: memoryview) -> None:
+        self._client.set(key, value)
+
+    def read(self, key: str, buffer: memoryview) -> None:
+        copy(buffer, memoryview(self._client.get(key)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Obstore(Peer):
+    """obstore, one request a value."""
+
+    name = "obstore"
+
+    def __init__(self, url: str, threads: int) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        parts = urlsplit(url)
+        options = parse_qs(parts.query)
+        self._obstore: Any = obstore
+        self._store: Any = S3Store(
+            parts.netloc,
+            prefix="plain",
+            endpoint=options["endpoint"][0],
+            region="us-east-1",
+            access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
+            secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+            client_options={"allow_http": True},
+        )
+
+    def write(self, key: str, value: memoryview) -> None:
+        self._obstore.put(self._store, key, value, use_multipart=False)
+
+    def read(self, key: str, buffer: memoryview) -> None:
+        copy(buffer, memoryview(self._obstore.get(self._store, key).bytes()))
+
+
+class MooncakeClient(Peer):
+    """Mooncake's own client, with a registered buffer for each thread's value."""
+
+    name = "Mooncake's client"
+
+    def __init__(self, url: str, threads: int) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._client: Any = MooncakeDistributedStore()
+        master = urlsplit(url).netloc
+        code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 512 << 20, "tcp", "", master)
+        assert code == 0, f"Mooncake's setup: {code}"
+
+    def write(self, key: str, value: memoryview) -> None:
+        code = self._client.put(key, value)
+        assert code == 0, f"put: {code}"
+
+    def read(self, key: str, buffer: memoryview) -> None:
+        found = self._client.get_buffer(key)
+        copy(buffer, memoryview(found))
+
+    def close(self) -> None:
+        self._client.close()

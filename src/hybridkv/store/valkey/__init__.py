@@ -1,0 +1,1 @@
+"""Stores on Valkey and Redis servers, single or in a cluster."""

@@ -1,0 +1,53 @@
+"""A request that waits for its turn has its objects copied to the fastest tier meanwhile. Every logit is checked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from hybridkv.store import MemoryStore, Tier, TieredStore
+from tests.engine.drive import GREEDY
+from tests.engine.zoo import prompt
+from tests.stream.drive import StreamDriver, filled, model_of
+from tests.stream.faults import copy_of
+from tests.stream.test_faults import SHARED, STORED
+
+LONG = replace(GREEDY, max_tokens=60)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_a_waiting_request_finds_its_objects_in_the_fastest_tier(family: str) -> None:
+    above, below = MemoryStore(1 << 26), copy_of(filled(family, STORED))
+    store = TieredStore([Tier(above), Tier(below)])
+    driver = StreamDriver(model_of(family), store, max_num_seqs=1)
+    driver.add("runs", prompt(20, 7), LONG)
+    while driver.core.scheduler.waiting:
+        driver.step()
+    driver.add("waits", SHARED + prompt(9, 2))
+    deadline = time.monotonic() + 20
+    while not store.stats.prefetched:
+        assert time.monotonic() < deadline, "nothing was prefetched"
+        driver.step()
+    while store._prefetcher._wanted or driver.core.scheduler.waiting:
+        driver.step()
+    driver.run()
+    assert driver.results["waits"].cached_tokens > 0
+    assert (store.stats.promoted, driver.stats.found, sum(driver.stats.failures.values())) == (0, 1, 0)
+    driver.close()
+
+
+def test_a_single_store_is_asked_only_when_a_request_can_start() -> None:
+    driver = StreamDriver(model_of("llama"), copy_of(filled("llama", STORED)), max_num_seqs=1)
+    driver.add("runs", prompt(20, 7), LONG)
+    while driver.core.scheduler.waiting:
+        driver.step()
+    asked = driver.stats.lookups
+    driver.add("waits", SHARED + prompt(9, 2))
+    for _ in range(5):
+        driver.step()
+    assert driver.stats.lookups == asked
+    driver.run()
+    assert driver.stats.lookups == asked + 1
+    driver.close()
