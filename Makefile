@@ -12,6 +12,7 @@ TORCH := torch==2.13.0
 CORE := .compiled
 # Stores on Azure are tested where npm can install its emulator.
 AZURITE := $(if $(shell command -v npm),setup-azurite)
+MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3.so.200 libibverbs1=libibverbs.so.1
 
 # Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
 # `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
@@ -47,13 +48,22 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e '.[serve]'
 	touch $@
 
-setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's package, for bench-vllm
+setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's package, for its tests and bench-vllm
 
-# A directory for PYTHONPATH, not an environment: vLLM's stays as it is. Its libraries need Debian's libibverbs1,
-# libnl-3-200 and libnl-route-3-200.
-.venv-mooncake/.ready: pyproject.toml Makefile | .venv-vllm/.ready
+# A directory for PYTHONPATH, not an environment: others stay as they are. Its programs need three libraries of Debian,
+# which are unpacked into .venv-mooncake/lib where the system lacks them: that needs apt's lists, but not root.
+.venv-mooncake/.ready: pyproject.toml Makefile | .venv/.ready
 	rm -rf .venv-mooncake
-	$(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --target .venv-mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target .venv-mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
+	mkdir -p .venv-mooncake/lib .venv-mooncake/debs
+	for pair in $(MOONCAKE_LIBRARIES); do \
+		if ldconfig -p 2>/dev/null | grep -q "$${pair#*=}"; then continue; fi; \
+		(cd .venv-mooncake/debs && apt-get download --quiet "$${pair%=*}" >/dev/null && dpkg -x "$${pair%=*}"_*.deb .) || \
+			{ echo "Mooncake needs Debian's $${pair%=*}: install it, or run apt-get update, then make setup-mooncake" >&2; exit 1; }; \
+	done
+	find .venv-mooncake/debs -name '*.so.*' -exec cp -P {} .venv-mooncake/lib/ \;
+	rm -rf .venv-mooncake/debs
+	LD_LIBRARY_PATH=.venv-mooncake/lib PYTHONPATH=.venv-mooncake $(BIN)/python -c 'import mooncake.store'
 	touch $@
 
 setup-azurite: .azurite/.ready ## An .azurite with the emulator of Azure's storage, for tests of stores
@@ -86,6 +96,7 @@ setup-compiled: .compiled/.ready ## A .compiled with the package and its cache c
 serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the demo model), ARGS=more options
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
+# Tests of the Mooncake store run where `make setup-mooncake` has put its package, and are skipped elsewhere.
 test: setup $(AZURITE) ## A sample of the tests that covers every test function, family and fault
 	$(BIN)/pytest -n auto --sample $(SAMPLE)
 

@@ -15,19 +15,20 @@ from hybridkv.store import MissingObject, ObjectName, Store
 from hybridkv.store.urls import inspect_store
 from tests.store.samples import load, name_of, rows_of, save
 
-SECONDS = float(os.environ.get("HYBRIDKV_SHARE_SECONDS", "2"))
+SECONDS = float(os.environ.get("HYBRIDKV_SHARE_SECONDS", "1"))
 WRITER_ROWS = (100_000, 6_000_000)
 _SHARED_ROWS = ((20_000,), (3_000_000, 9_000_000))
 
 
 def writer_names(number: int) -> list[ObjectName]:
-    return [name_of(f"killed {number} {one}") for one in range(40)]
+    return [name_of(f"killed {number} {one}") for one in range(8)]
 
 
 def write(store: Store, number: int) -> None:
-    for name in writer_names(number):
-        save(store, name, WRITER_ROWS)
-    time.sleep(10)
+    while True:
+        for name in writer_names(number):
+            save(store, name, WRITER_ROWS)
+        store.delete(writer_names(number))
 
 
 def share(store: Store, seed: int) -> None:
@@ -45,7 +46,7 @@ def share(store: Store, seed: int) -> None:
         if source.random() < 0.1:
             store.delete([name])
         if source.random() < 0.02:
-            store.shrink(100 << 20)
+            store.shrink(50 << 20)
     stats = store.stats
     assert (stats.corrupt, stats.faults) == (0, 0), stats
     assert saved, "nothing was written"

@@ -67,8 +67,13 @@ class TestMooncakeStore(StoreConformance):
         store.touch([name_of(1), name_of(99)])
         assert [stored.name for stored in store.objects()] == [name_of(1)]
 
-    def test_closing_twice_is_harmless(self, store: Store, server: MooncakeServer) -> None:
-        other = inspect_store(server.url)
+    @pytest.fixture(autouse=True)
+    def _know_url(self, server: MooncakeServer) -> None:
+        self.url = server.url
+
+    def test_closing_twice_is_harmless(self, store: Store) -> None:
+        """On a client of its own: other tests share one."""
+        other = inspect_store(self.url)
         save(other, name_of(1))
         other.close()
         other.close()
@@ -259,15 +264,15 @@ def test_a_server_that_is_no_master_is_a_fault(is_silent: bool) -> None:
     """The client itself would hang, with the interpreter's lock."""
 
     def answer() -> None:
-        connection, _ = server.accept()
+        connection, _ = listener.accept()
         with connection:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             connection.recv(100)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         if not is_silent:
             threading.Thread(target=answer, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(StoreFault, match="no answer" if is_silent else "does not answer like one"):
-            open_store(f"mooncake://127.0.0.1:{server.getsockname()[1]}?timeout=500ms")
+            open_store(f"mooncake://127.0.0.1:{listener.getsockname()[1]}?timeout=500ms")
         assert time.monotonic() - began < 2

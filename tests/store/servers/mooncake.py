@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +32,7 @@ def environment(package: Path) -> dict[str, str]:
     return {name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in found.items()}
 
 
+@cache
 def why_not(package: Path = PACKAGE, python: str = sys.executable) -> str | None:
     """Why Mooncake cannot run here; None if it can."""
     if not (package / "mooncake").is_dir():
@@ -155,7 +157,7 @@ class MooncakeServer:
         while (value := self.metric(metric)) is None or value < at_least:
             if process.poll() is not None or time.monotonic() > deadline:
                 logs = "\n".join(path.read_text()[-500:] for path in self._folder.glob("mooncake_*.log"))
-                raise RuntimeError(f"{process.args} did not start: {logs}")
+                raise RuntimeError(f"{process.args!r} did not start: {logs}")
             time.sleep(0.05)
 
 

@@ -50,12 +50,19 @@ class Calls:
         self._hung = 0
         self._is_closed = False
 
-    def run(self, what: str, call: Callable[[], T], late: Callable[[], None] = lambda: None) -> T:
+    def run(
+        self,
+        what: str,
+        call: Callable[[], T],
+        late: Callable[[], None] = lambda: None,
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
         """Run `call`. `late` runs after an abandoned call has returned: it frees what the call was using."""
-        job = _Job(call, late)
+        job, wait_s = _Job(call, late), timeout_s or self.timeout_s
         self._worker(what).put(job)
-        if not job.done.wait(self.timeout_s) and self._abandon(job):
-            raise StoreFault(f"{self.label}: cannot {what}: no answer within {self.timeout_s:g} s")
+        if not job.done.wait(wait_s) and self._abandon(job):
+            raise StoreFault(f"{self.label}: cannot {what}: no answer within {wait_s:g} s")
         if job.error is not None:
             raise job.error
         return job.result

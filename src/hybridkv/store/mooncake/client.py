@@ -26,6 +26,7 @@ _REASONS = {
     -800: "the transfer failed; the process that holds the memory may be gone",
     -900: "the master does not answer",
 }
+_CLOSE_S = 10.0
 _ABANDONED: list[object] = []
 """Clients with calls that never returned, and their memory. To free either would crash the process."""
 
@@ -160,7 +161,7 @@ class Client:
         try:
             if not self.calls.hung:
                 with suppress(StoreError):
-                    self.calls.run("close the client", self._raw.close)
+                    self.calls.run("close the client", self._raw.close, timeout_s=_CLOSE_S)
         finally:
             self.calls.close()
             if self.calls.hung:

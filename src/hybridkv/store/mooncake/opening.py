@@ -19,6 +19,8 @@ from hybridkv.store.mooncake.staging import Staging
 _MASTER_PORT = 50051
 _ADMIN_PORT = 9003
 _TIMEOUT_S = 5.0
+_SETUP_S = 20.0
+"""For setting up a client, which takes time of its own: threads, ports, registering memory with RDMA devices."""
 _BUFFER_BYTES = 512 << 20
 _LEAST_BUFFER_BYTES = 1 << 20
 _OWN_BUFFER_BYTES = 16 << 20
@@ -50,7 +52,7 @@ def _connect(address: Address, module: Any, calls: Calls, master: str, staging: 
     raw: RawClient = module.MooncakeDistributedStore()
     client = Client(raw, calls, staging)
     try:
-        code = calls.run("connect", lambda: _set_up(address, raw, local, master, staging))
+        code = calls.run("connect", lambda: _set_up(address, raw, local, master, staging), timeout_s=_SETUP_S)
     except StoreFault:
         client.close()
         raise

@@ -84,6 +84,8 @@ class Reads:
         """Read a range of at most `piece_bytes`."""
         with self._region(nbytes) as region:
             (code,) = self._client.read_ranges([Range(key_of(name), offset, nbytes, 0)], region)
+            if code == INVALID:  # the range lies beyond the end
+                raise MissingObject(f"{name}: it was deleted, and written again, while it was read")
             if code != nbytes:
                 raise self._error(name, code)
             scatter(region.view, buffers)
