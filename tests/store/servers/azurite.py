@@ -45,7 +45,11 @@ class AzuriteServer:
         env = {**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_port(self.port, self._process)
-        self._make_container()
+        try:
+            self._make_container()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def stop(self) -> None:

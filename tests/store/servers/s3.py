@@ -62,8 +62,12 @@ class S3Server:
         self._process = subprocess.Popen([sys.executable, "-m", "ministack"], env=env, stdout=log, stderr=log)
         log.close()
         wait_for_port(self.port, self._process)
-        self._make_bucket()
-        self._warm_up()
+        try:
+            self._make_bucket()
+            self._warm_up()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def stop(self) -> None:
