@@ -48,6 +48,17 @@ def skip(buffers: Buffers, count: int) -> list[memoryview]:
     return rest
 
 
+def cut(buffers: Buffers, length: int) -> list[memoryview]:
+    """The first `length` bytes of the buffers."""
+    if total(buffers) == length:
+        return list(buffers)
+    found = []
+    for view in buffers:
+        found.append(view[:length])
+        length -= len(found[-1])
+    return found
+
+
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy with numpy, which releases the GIL; memoryview assignment does not."""
     if len(target):

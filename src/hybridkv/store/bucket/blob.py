@@ -7,32 +7,26 @@ from collections.abc import Callable
 import numpy as np
 
 from hybridkv.errors import StoreFault
-from hybridkv.store.blobs import Blob, PendingBlob
+from hybridkv.store.blobs import PendingBlob
 from hybridkv.store.bucket.client import Client, Start
-from hybridkv.store.buffers import Buffers, gather, scatter, skip, total
+from hybridkv.store.buffers import Buffers, gather, total
 from hybridkv.store.names import ObjectName
+from hybridkv.store.remote_blob import RemoteBlob
 
 
-class BucketBlob(Blob):
-    """Its first bytes came with `open`. Reading the others raises MissingObject once the object is not the same."""
+class BucketBlob(RemoteBlob):
+    """Reading raises MissingObject once the object is not the one that was opened."""
 
     def __init__(self, client: Client, name: ObjectName, key: str, start: Start) -> None:
-        self.nbytes = start.nbytes
+        super().__init__(start.nbytes, start.data)
         self._client = client
         self._name = name
         self._key = key
-        self._start = start
+        self._e_tag = start.e_tag
 
-    def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
-        nbytes = max(0, min(nbytes, self.nbytes - offset))
-        done = scatter(self._start.data[offset : offset + nbytes], buffers)
-        if done < nbytes:
-            rest = skip(buffers, done)
-            self._client.read(self._key, self._start.e_tag, offset + done, rest, nbytes - done, str(self._name))
+    def fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+        self._client.read(self._key, self._e_tag, offset, buffers, nbytes, str(self._name))
         return nbytes
-
-    def close(self) -> None:
-        pass
 
 
 class PendingBucketBlob(PendingBlob):

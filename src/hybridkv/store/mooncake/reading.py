@@ -10,6 +10,7 @@ from hybridkv.store.buffers import Buffers, scatter, skip
 from hybridkv.store.mooncake.client import INVALID, NOT_FOUND, NOT_READY, Client, Range, key_of
 from hybridkv.store.mooncake.staging import Region
 from hybridkv.store.names import ObjectName
+from hybridkv.store.remote_blob import RemoteBlob
 
 SMALL_BYTES = 64 << 10
 """Objects up to this size are read whole when they are opened."""
@@ -99,23 +100,17 @@ class Reads:
         return self._client.staging.take(nbytes, self._client.calls.timeout_s)
 
 
-class MooncakeBlob(Blob):
+class MooncakeBlob(RemoteBlob):
     def __init__(self, reads: Reads, name: ObjectName, nbytes: int, start: bytes) -> None:
-        """`start`: the first bytes, which have come already."""
-        self.nbytes = nbytes
+        super().__init__(nbytes, start)
         self.piece_bytes = reads.piece_bytes
         self._reads = reads
         self._name = name
-        self._start = memoryview(start)
 
-    def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
-        wanted = max(0, min(nbytes, self.nbytes - offset))
-        done = scatter(self._start[offset : offset + wanted], buffers)
-        while done < wanted:
-            length = min(wanted - done, self.piece_bytes)
+    def fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+        done = 0
+        while done < nbytes:
+            length = min(nbytes - done, self.piece_bytes)
             self._reads.read(self._name, offset + done, length, skip(buffers, done))
             done += length
         return done
-
-    def close(self) -> None:
-        pass

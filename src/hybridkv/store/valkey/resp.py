@@ -12,14 +12,13 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 
-from hybridkv.store.buffers import Buffers, scatter, skip
+from hybridkv.store.buffers import Buffers, cut, scatter, skip
 from hybridkv.store.valkey.wire import (
     Bytes,
     GarbledError,
     Reply,
     ServerError,
     checked_end,
-    cut,
     error_of,
     first,
     joined,

@@ -9,15 +9,16 @@ from threading import Lock
 import numpy as np
 
 from hybridkv.errors import MissingObject, StoreFault
-from hybridkv.store.blobs import Blob, PendingBlob
-from hybridkv.store.buffers import Buffers, gather, scatter, skip, total
+from hybridkv.store.blobs import PendingBlob
+from hybridkv.store.buffers import Buffers, gather, total
 from hybridkv.store.names import ObjectName
+from hybridkv.store.remote_blob import RemoteBlob
 from hybridkv.store.valkey.exchange import Command
 from hybridkv.store.valkey.index import Index, reply
 from hybridkv.store.valkey.keys import INDEX, object_key, shard_of
 from hybridkv.store.valkey.room import Room
 from hybridkv.store.valkey.servers import Servers
-from hybridkv.store.valkey.wire import ServerError, cut, encode
+from hybridkv.store.valkey.wire import ServerError, encode
 
 FIRST_BYTES = 68 << 10
 """What comes along when an object is opened: its header, and 64 KiB of rows."""
@@ -37,25 +38,16 @@ def _raw_key(name: ObjectName) -> bytes:
     return object_key(name).encode()
 
 
-class ValkeyBlob(Blob):
+class ValkeyBlob(RemoteBlob):
     piece_bytes = 16 << 20
     """The server copies what it sends."""
 
     def __init__(self, servers: Servers, name: ObjectName, nbytes: int, first: bytes) -> None:
-        self.nbytes = nbytes
+        super().__init__(nbytes, first)
         self._servers = servers
         self._name = name
-        self._first = memoryview(first)
 
-    def read_at(self, offset: int, buffers: Buffers, nbytes: int) -> int:
-        nbytes = max(0, min(nbytes, self.nbytes - offset))
-        done = scatter(self._first[offset : offset + nbytes], buffers) if offset < len(self._first) else 0
-        if done == nbytes:
-            return done
-        rest, length = skip(buffers, done), nbytes - done
-        return done + self._fetch(offset + done, cut(rest, length), length)
-
-    def _fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
+    def fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
         name = self._name
         get = encode("GETRANGE", object_key(name), offset, offset + nbytes - 1)
         (answer,) = self._servers.run([Command(get, slot(name), nbytes, buffers)])
@@ -65,9 +57,6 @@ class ValkeyBlob(Blob):
         if not isinstance(found, int) or found == 0:
             raise MissingObject(f"{name}: it was deleted while it was read")
         return found
-
-    def close(self) -> None:
-        pass
 
 
 class PendingValkeyBlob(PendingBlob):

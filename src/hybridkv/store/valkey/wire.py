@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from hybridkv.store.buffers import Buffers, total
+from hybridkv.store.buffers import Buffers, cut
 
 Bytes = bytes | bytearray | memoryview
 Reply: TypeAlias = "int | bytes | list[Reply] | ServerError | None"
@@ -55,17 +55,6 @@ def joined(parts: Iterable[Bytes]) -> list[memoryview]:
     if run:
         views.append(memoryview(b"".join(run)))
     return views
-
-
-def cut(buffers: Buffers, length: int) -> list[memoryview]:
-    """The first `length` bytes of the buffers."""
-    if total(buffers) == length:
-        return list(buffers)
-    found = []
-    for view in buffers:
-        found.append(view[:length])
-        length -= len(found[-1])
-    return found
 
 
 def first(count: int, buffers: Buffers) -> bytes:
