@@ -25,6 +25,10 @@ class Peer(ABC):
     @abstractmethod
     def read(self, key: str, buffer: memoryview) -> None: ...
 
+    @abstractmethod
+    def read_range(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from a part of a larger value."""
+
     def close(self) -> None:
         return
 
@@ -49,6 +53,9 @@ class RedisPy(Peer):
 
     def read(self, key: str, buffer: memoryview) -> None:
         copy(buffer, memoryview(self._client.get(key)))
+
+    def read_range(self, key: str, offset: int, buffer: memoryview) -> None:
+        copy(buffer, memoryview(self._client.getrange(key, offset, offset + len(buffer) - 1)))
 
     def close(self) -> None:
         self._client.close()
@@ -82,6 +89,9 @@ class Obstore(Peer):
     def read(self, key: str, buffer: memoryview) -> None:
         copy(buffer, memoryview(self._obstore.get(self._store, key).bytes()))
 
+    def read_range(self, key: str, offset: int, buffer: memoryview) -> None:
+        copy(buffer, memoryview(self._obstore.get_range(self._store, key, start=offset, length=len(buffer))))
+
 
 class MooncakeClient(Peer):
     """Mooncake's own client. The caller's buffers are registered with it, so that it copies nothing itself."""
@@ -103,6 +113,11 @@ class MooncakeClient(Peer):
     def read(self, key: str, buffer: memoryview) -> None:
         count = self._client.get_into(key, self._address(buffer), len(buffer))
         assert count == len(buffer), f"get_into: {count}"
+
+    def read_range(self, key: str, offset: int, buffer: memoryview) -> None:
+        address = self._address(buffer)
+        found = self._client.get_into_ranges([address], [[key]], [[[0]]], [[[offset]]], [[[len(buffer)]]])
+        assert found == [[[len(buffer)]]], f"get_into_ranges: {found}"
 
     def close(self) -> None:
         for address in self._registered:

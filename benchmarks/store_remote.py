@@ -37,7 +37,10 @@ _numbers = itertools.count()
 
 
 class Case(NamedTuple):
-    """Objects to move: each has `rows` rows. The plain client moves one value for each row."""
+    """Objects to move: each has `rows` rows.
+
+    The plain client moves one value for each row; and again, one value for each object, whose rows it reads as ranges.
+    """
 
     row_bytes: int
     rows: int
@@ -89,6 +92,15 @@ class Bench:
         trips = {"write": (between - before) / len(names), "read": (after - between) / len(names)}
         return [wrote, read], {kind: round(count, 2) for kind, count in trips.items()}
 
+    def ranges(self) -> float:
+        """Seconds in which the plain client reads rows as ranges of one value for each object."""
+        keys = [f"plain-{next(_numbers)}" for _ in range(self.case.objects)]
+        whole = memoryview(bytes(self.value) * self.case.rows)
+        for key in keys:
+            self.peer.write(key, whole)
+        jobs = [(key, row * self.case.row_bytes) for key in keys for row in range(self.case.rows)]
+        return self.seconds(lambda thread, job: self.peer.read_range(job[0], job[1], self.buffers[thread]), jobs)
+
     def plain(self) -> list[float]:
         keys = [f"plain-{next(_numbers)}" for _ in range(self.case.objects * self.case.rows)]
         wrote = self.seconds(lambda _, key: self.peer.write(key, self.value), keys)
@@ -119,13 +131,14 @@ def move(server: Server, url: str, case: Case, threads: int, repeats: int) -> di
     with open_store(url) as store:
         peer = server.peer(url, threads)
         bench = Bench(store, peer, case, threads)
-        ours, plain = [], []
+        ours, plain, ranges = [], [], []
         for number in range(repeats + 1):
-            one, other = bench.ours(), bench.plain()
+            one, other, third = bench.ours(), bench.plain(), bench.ranges()
             server.clear()
             if number:  # the first of each warms up
                 ours.append(one)
                 plain.append(other)
+                ranges.append(third)
         peer.close()
     result: dict[str, Any] = {"server": server.name, "case": str(case), "threads": threads, "peer": peer.name}
     for number, kind in enumerate(("write", "read")):
@@ -137,6 +150,8 @@ def move(server: Server, url: str, case: Case, threads: int, repeats: int) -> di
             "ratio": round(theirs / mine, 2),
             "round_trips_an_object": ours[-1][1][kind],
         }
+    result["read"]["peer_ranges_gb_per_s"] = round(case.nbytes / statistics.median(ranges) / 1e9, 3)
+    result["read"]["ratio_to_ranges"] = round(result["read"]["gb_per_s"] / result["read"]["peer_ranges_gb_per_s"], 2)
     print(result, flush=True)
     return result
 
