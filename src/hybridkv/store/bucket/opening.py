@@ -39,7 +39,7 @@ def open_address(address: Address, size: int) -> BlobStore:
     if size < 1:
         raise StoreInputError(f"{address.url!r}: a size of {size} bytes; give it one such as 200GiB, or none")
     if address.user or not _BUCKET.fullmatch(address.host):
-        raise StoreInputError(f"{address.url!r} names no bucket: write it as {address.example}")
+        raise StoreInputError(f"{address.url!r} has no valid name of a bucket: write it as {address.example}")
     prefix = address.path.strip("/")
     for segment in prefix.split("/") if prefix else ():
         if not _SEGMENT.fullmatch(segment) or segment in (".", ".."):

@@ -161,7 +161,8 @@ def _refusal(place: Place, login: Login, error: ServerError) -> StoreFault:
     if error.code in _REFUSED:
         user = f"user {login.user!r}" if login.user else "the default user"
         way = "check the user in the URL, and password_file= or HYBRIDKV_VALKEY_PASSWORD"
-        return RefusedError(f"{place} refuses {user} ({error}); {way}")
+        reason = "NOAUTH: a password is needed" if error.code == "NOAUTH" else error
+        return RefusedError(f"{place} refuses {user} ({reason}); {way}")
     if "unknown command" in str(error):
         return RefusedError(f"{place} is older than what this store needs: Redis 6.2 or any Valkey ({error})")
     if "DB index" in str(error) or "SELECT" in str(error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from hybridkv.errors import StoreInputError
+from hybridkv.errors import StoreFault, StoreInputError
 from hybridkv.store.address import Address
 from hybridkv.store.valkey.blobs import ValkeyStore
 from hybridkv.store.valkey.connections import Login, Place, RefusedError
@@ -31,13 +31,16 @@ def open_address(address: Address, size: int) -> ValkeyStore:
         return ValkeyStore(Servers(place, login, address.label), size)
     except RefusedError as error:
         raise StoreInputError(str(error)) from None
+    except StoreFault as error:
+        way = "check the server's TLS port and ca_file=" if login.tls else "start a server there, or correct the URL"
+        raise StoreFault(f"{error}; {way}") from None
 
 
 def _database(address: Address, text: str) -> int:
     if not text:
         return 0
     if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise StoreInputError(f"{address.url!r}: {text!r} is no database; it is a number, as in {address.example}")
+        raise StoreInputError(f"{address.url!r}: {text!r} is no database; write a number, such as 0")
     return int(text)
 
 
