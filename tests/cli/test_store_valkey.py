@@ -103,3 +103,17 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "/no/such/socket: No such file or directory" in captured.err
+
+
+def test_without_a_server_the_error_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["store", "stat", "valkey://127.0.0.1:1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.endswith("Connection refused; start a server there, or correct the URL\n")
+
+
+def test_a_missing_password_is_named(
+    server: ValkeyServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HYBRIDKV_VALKEY_PASSWORD", raising=False)
+    assert run(["store", "stat", server.url]) == 2
+    assert "(NOAUTH: a password is needed)" in capsys.readouterr().err
