@@ -182,6 +182,26 @@ def test_bad_urls_of_servers_say_the_way_out(url: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_one_server_is_not_two_tiers() -> None:
-    with pytest.raises(StoreInputError, match="a place twice"):
-        open_store(["s3://bucket/a?size=1GiB", "s3://bucket/a?size=2GiB"])
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("valkey://h", "redis://h:6379/0", True),
+        ("valkey://h/1", "valkeys://H:6379/1", True),
+        ("valkey://h/0", "valkey://h/1", False),
+        ("valkey://h:1", "valkey://h:2", False),
+        ("valkey://[::1]", "valkey://[::1]:6379", True),
+        ("valkey+unix:///run/x", "redis+unix:///run/../run/x?db=0", True),
+        ("valkey+unix:///run/x", "valkey+unix:///run/x?db=1", False),
+        ("s3://bucket/p", "s3://bucket/p/", True),
+        ("s3://bucket/p", "gs://bucket/p", False),
+        ("s3://bucket/p", "s3://bucket/p?endpoint=https://other", False),
+        ("file:///a/b?size=1", "file:///a/./b?size=2", True),
+        ("memory://?size=1", "memory://?size=1", False),
+    ],
+)
+def test_places_are_the_same_if_they_hold_the_same_objects(one: str, other: str, is_same: bool) -> None:
+    first, second = parse_url(one).place, parse_url(other).place
+    assert (bool(first) and first == second) == is_same
+    if is_same:
+        with pytest.raises(StoreInputError, match="a place twice"):
+            open_store([one, other])

@@ -39,9 +39,18 @@ class Address(NamedTuple):
     example: str
 
     @property
-    def place(self) -> tuple[str, str]:
-        """Two stores of one place hold the same objects."""
-        return self.host, os.path.realpath(self.path) if self.path and not self.host else self.path
+    def place(self) -> tuple[str, ...]:
+        """Two stores of one place hold the same objects. One host may have several names, which are not compared."""
+        if not self.host and not self.path:
+            return ()
+        is_server = self.scheme.startswith(("valkey", "redis"))
+        path = os.path.realpath(self.path) if not self.host else self.path.strip("/")
+        if not is_server:
+            return self.scheme, self.host, path, self.options.get("endpoint", "")
+        if not self.host:
+            return "valkey", path, self.options.get("db", "0")
+        host = self.host.lower()
+        return "valkey", host if re.search(r":\d+$", host) else f"{host}:6379", path or "0"
 
     @property
     def label(self) -> str:

@@ -50,7 +50,7 @@ def open_store(urls: str | Sequence[str]) -> Store:
     if not urls:
         raise StoreInputError(f"no store named: write one as {_examples()}")
     addresses = [parse_url(url) for url in urls]
-    places = [address.place for address in addresses if any(address.place)]
+    places = [address.place for address in addresses if address.place]
     if len(set(places)) < len(places):
         named = " ".join(address.url for address in addresses)
         raise StoreInputError(f"{named}: a place twice; tiers are different places, name it once")
