@@ -100,5 +100,5 @@ def test_threads_that_wait_for_a_small_read_fail_with_it() -> None:
         tries = [threads.submit(blob.read, 100 * KIB, 100) for _ in range(8)]
         assert all(isinstance(one.exception(), StoreFault) for one in tries)
     assert len(blob.asked) == 1
-    del blob.fetch  # type: ignore[method-assign]
+    del blob.fetch
     assert blob.read(100 * KIB, 100) == CONTENT[100 * KIB : 100 * KIB + 100]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -17,6 +18,7 @@ from hybridkv.store import (
     Guarded,
     MemoryStore,
     MissingObject,
+    ObjectName,
     Store,
     StoreError,
     StoreFault,
@@ -24,6 +26,7 @@ from hybridkv.store import (
     TieredStore,
     UnknownFormat,
     WritePolicy,
+    Writer,
 )
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
@@ -187,7 +190,12 @@ def test_a_store_closes_while_threads_still_write_and_read() -> None:
     above, below = MemoryStore(4 * ONE), MemoryStore(1 << 26)
     store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)], most_waiting_bytes=40 * ONE)
     lower, is_over = below.create, Event()
-    below.create = lambda *a, **k: (time.sleep(0.002), lower(*a, **k))[1]  # type: ignore[method-assign]
+
+    def create(name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        time.sleep(0.002)
+        return lower(name, row_bytes, value=value, position=position)
+
+    below.create = create  # type: ignore[method-assign]
 
     def write(seed: int) -> None:
         for number in count(seed, 8):
