@@ -48,7 +48,7 @@ def make_importable(package: Path = PACKAGE) -> None:
     for library in _LIBRARIES:
         if (package / "lib" / library).exists():
             ctypes.CDLL(str(package / "lib" / library), ctypes.RTLD_GLOBAL)
-    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("GLOG_minloglevel", "3")
     if str(package) not in sys.path:
         sys.path.append(str(package))
 

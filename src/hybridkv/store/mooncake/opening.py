@@ -77,7 +77,7 @@ def _set_up(address: Address, raw: RawClient, local: str, master: str, staging: 
 
 
 def _import(address: Address) -> Any:
-    os.environ.setdefault("GLOG_minloglevel", "2")  # the client logs each of its steps to stderr
+    os.environ.setdefault("GLOG_minloglevel", "3")  # the client logs its steps, and misses as errors, to stderr
     try:
         module = importlib.import_module("mooncake.store")
     except ImportError as error:
