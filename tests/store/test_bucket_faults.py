@@ -126,6 +126,16 @@ def test_an_object_that_is_replaced_is_missing(store: BlobStore, s3: S3Server) -
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_forked_process_is_refused_and_does_not_hang(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name_of(number) for number in range(3)]
+    assert store.lookup(names) == [False] * 3
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for some in (names, names[:1]):
+        with pytest.raises(StoreFault, match="forked"):
+            store.lookup(some)
+    monkeypatch.undo()
+
+
 def test_a_server_may_die_and_come_back(tmp_path: Path) -> None:
     with S3Server(tmp_path / "data") as server, opened(server.url("x", "&timeout=8s")) as store:
         save(store, NAME, BIG)

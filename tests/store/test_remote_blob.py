@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
+from hybridkv.errors import StoreFault
 from hybridkv.store.buffers import Buffers, scatter
 from hybridkv.store.remote_blob import RemoteBlob
 
@@ -83,3 +85,20 @@ def test_random_reads_are_right() -> None:
     for _ in range(500):
         offset, nbytes = chance.randrange(len(CONTENT)), chance.choice((1, 700, 40_000, 300_000))
         assert blob.read(offset, nbytes) == CONTENT[offset : offset + nbytes]
+
+
+def test_threads_that_wait_for_a_small_read_fail_with_it() -> None:
+    blob, waiting = Served(), Event()
+
+    def fetch(offset: int, buffers: Buffers, nbytes: int) -> int:
+        blob.asked.append((offset, nbytes))
+        waiting.wait(0.5)
+        raise StoreFault("no answer")
+
+    blob.fetch = fetch  # type: ignore[method-assign]
+    with ThreadPoolExecutor(8) as threads:
+        tries = [threads.submit(blob.read, 100 * KIB, 100) for _ in range(8)]
+        assert all(isinstance(one.exception(), StoreFault) for one in tries)
+    assert len(blob.asked) == 1
+    del blob.fetch
+    assert blob.read(100 * KIB, 100) == CONTENT[100 * KIB : 100 * KIB + 100]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -15,6 +18,7 @@ from hybridkv.store import (
     Guarded,
     MemoryStore,
     MissingObject,
+    ObjectName,
     Store,
     StoreError,
     StoreFault,
@@ -22,6 +26,7 @@ from hybridkv.store import (
     TieredStore,
     UnknownFormat,
     WritePolicy,
+    Writer,
 )
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
@@ -179,6 +184,36 @@ def test_what_is_open_keeps_no_store_from_closing() -> None:
         read_row(reader, row)
     reader.close()
     assert store.stats.promoted == 0
+
+
+def test_a_store_closes_while_threads_still_write_and_read() -> None:
+    above, below = MemoryStore(4 * ONE), MemoryStore(1 << 26)
+    store = TieredStore([Tier(above, WritePolicy.BACK), Tier(below)], most_waiting_bytes=40 * ONE)
+    lower, is_over = below.create, Event()
+
+    def create(name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        time.sleep(0.002)
+        return lower(name, row_bytes, value=value, position=position)
+
+    below.create = create  # type: ignore[method-assign]
+
+    def write(seed: int) -> None:
+        for number in count(seed, 8):
+            if is_over.is_set():
+                return
+            save(store, name_of(number), [4096])
+            time.sleep(0.001)
+
+    threads = [Thread(target=write, args=(seed,), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    closing = Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    is_closed = not closing.is_alive()
+    is_over.set()
+    assert is_closed
 
 
 def test_what_is_being_read_loses_nothing_of_what_goes_down() -> None:

@@ -137,6 +137,15 @@ def test_tools_open_what_exists_without_a_size(tmp_path: Path) -> None:
         "redis://me:hunter2@host:port",
         "redis://me:hunter2@host\n",
         "file://me:hunter2@/tmp/x?size=1MiB",
+        "redis://me:a/hunter2@host",
+        "redis://me:a#hunter2@host",
+        "redis://me:a?hunter2@host",
+        "redis://me:12/hunter2@host",
+        "redis://me%3Ahunter2@host",
+        "redis://me%3ahunter2@host",
+        "redis://me:hunter2@ho\u2100st",
+        "redis://host?auth=hunter2",
+        "redis://host?password=a#hunter2",
     ],
 )
 def test_a_password_in_a_url_is_refused_and_shown_nowhere(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,6 +183,8 @@ def test_a_password_comes_from_a_file_or_the_environment(tmp_path: Path, monkeyp
         ("redis+unix://host/run/x.sock", "is no path"),
         ("redis://host?timeout=soon", "write it as 500ms or 2s"),
         ("redis://host?timeout=0s", "write it as 500ms or 2s"),
+        (f"redis://host?timeout={'9' * 30}s", "write it as 500ms or 2s"),
+        (f"s3://bucket?timeout={'9' * 400}s", "write it as 500ms or 2s"),
     ],
 )
 def test_bad_urls_of_servers_say_the_way_out(url: str, said: str) -> None:
@@ -205,3 +216,9 @@ def test_places_are_the_same_if_they_hold_the_same_objects(one: str, other: str,
     if is_same:
         with pytest.raises(StoreInputError, match="a place twice"):
             open_store([one, other])
+
+
+def test_an_at_sign_is_no_password() -> None:
+    address = parse_url("redis://host:6379?password_file=/run/a@b")
+    assert address.options == {"password_file": "/run/a@b"}
+    assert parse_url("file:///a:b@c?size=1MiB").path == "/a:b@c"

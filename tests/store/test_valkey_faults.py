@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,13 +23,14 @@ from hybridkv.store import CorruptObject, Guarded, MissingObject, StoreFault, St
 from hybridkv.store.urls import parse_url
 from hybridkv.store.valkey.blobs import ValkeyBlobs, ValkeyStore
 from hybridkv.store.valkey.exchange import Answer, Command
-from hybridkv.store.valkey.keys import INDEX, object_key, shard_of
+from hybridkv.store.valkey.index import Index
+from hybridkv.store.valkey.keys import INDEX, LOCK, object_key, shard_of, slot_of
 from hybridkv.store.valkey.opening import open_address
 from hybridkv.store.valkey.resp import Connection
-from hybridkv.store.valkey.wire import GarbledError, ServerError
+from hybridkv.store.valkey.wire import GarbledError, ServerError, encode
 from tests.store.samples import load, name_of, read_row, rows_of, save
 from tests.store.servers.proxy import Proxy
-from tests.store.servers.valkey import ValkeyCluster, ValkeyServer
+from tests.store.servers.valkey import ValkeyCluster, ValkeyServer, _cluster_port
 from tests.store.valkey_processes import PARTS
 from tests.store.versions import written_by_hand
 
@@ -439,6 +443,23 @@ def test_fault_of_a_wrong_password(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 store.lookup([NAME])
 
 
+def test_a_server_that_quotes_what_it_is_sent_does_not_show_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDKV_VALKEY_PASSWORD", "right-one")
+    with ValkeyServer("--rename-command", "HELLO", "") as server:
+        with pytest.raises(StoreInputError, match=r"needs Redis 6\.2") as caught:
+            opened(server.url)
+        assert "right-one" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [("valkey://host:0", StoreInputError), ("valkey://a..b", StoreFault), ("valkey://[::]:1", StoreFault)],
+)
+def test_fault_of_a_host_that_cannot_be(url: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        opened(url)
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
@@ -487,7 +508,74 @@ def test_tls_checks_the_authority_and_the_name(server: ValkeyServer, certificate
         opened(f"valkeys://127.0.0.1:{server.port}?timeout=500ms&ca_file={certificate}/cert")
 
 
+def test_fault_while_evicting_does_not_hold_up_threads_one_after_another(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(f"{server.url}?timeout=300ms", 1 << 20)
+    for number in range(10):
+        assert save(store, name_of(number), [100_000])
+    lock, begun = Index.lock, threading.Event()
+
+    def locked(index: Index) -> str | None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.5)  # the others begin to wait
+            os.kill(server.process_id, signal.SIGSTOP)
+        return lock(index)
+
+    monkeypatch.setattr(Index, "lock", locked)
+    with ThreadPoolExecutor(12) as threads:
+        begun_at = time.monotonic()
+        tries = [threads.submit(save, store, name_of(number), [900_000]) for number in range(100, 112)]
+        assert all(isinstance(one.exception(), StoreFault) for one in tries)
+    assert time.monotonic() - begun_at < 2.5
+    os.kill(server.process_id, signal.SIGCONT)
+    monkeypatch.undo()
+    assert _evicts_again(store)
+    store.close()
+
+
+def _evicts_again(store: ValkeyStore) -> bool:
+    """The lock of the thread that failed may lie on the server for half a minute."""
+    blobs_of(store).servers.run([Command(encode("DEL", LOCK), slot_of(LOCK))])
+    return save(store, name_of(200), [900_000])
+
+
 # --- clusters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_of_a_cluster_that_hangs_does_not_make_the_others_late() -> None:
+    names = [name_of(number) for number in range(60)]
+    with ValkeyCluster() as cluster, opened(cluster.url) as writer:
+        for name in names:
+            assert save(writer, name)
+        for number, server in enumerate(cluster.servers):
+            with opened(f"{cluster.servers[number - 1].url}?timeout=400ms") as store:
+                pid = server.process_id
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    nodes = {name: _node(writer, server) for name in names}
+                    there = [
+                        blobs_of(writer).servers._node(INDEX[shard_of(name)].slot) is not nodes[name] for name in names
+                    ]
+                    assert store.lookup(names) == there
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_cluster_without_slots_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.store.valkey.servers._REFRESH_S", 0.0)
+    with ValkeyServer("--cluster-enabled", "yes", port=_cluster_port()) as server, opened(server.url) as store:
+        with pytest.raises(StoreFault, match="no server has slot"):
+            store.lookup([NAME])
+        server.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with suppress(StoreFault):
+                assert store.lookup([NAME]) == [False]
+                break
+            time.sleep(0.1)
+        assert store.lookup([NAME]) == [False]
 
 
 def test_faults_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,18 @@ from hybridkv.units import parse_size
 
 Choice = TypeVar("Choice", bound=Enum)
 
-_USER = re.compile(r"(?<=://)[^/?#]*@")
-_SECRET = re.compile(r"([?&][^=&]*(?:pass|pw|secret|token|key|credential|sig)[^=&]*=)[^&#]*", re.IGNORECASE)
+_USER = re.compile(r"(?<=://).*@", re.DOTALL)
+"""Up to the last @: a password may hold / ? and #, which should be written as %2F and so on."""
+_COLON = re.compile(":|%3a", re.IGNORECASE)
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|pw|auth|secret|token|key|credential|sig)[^=&]*=)[^&]*", re.IGNORECASE)
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 _MOST_SECRET_BYTES = 4096
+_MOST_SECONDS = 86_400.0
 
 
 def shown(url: str) -> str:
     """The URL as errors and logs show it: whatever may be a password is replaced by `***`."""
-    masked = _USER.sub(lambda match: "***@" if ":" in match[0] else match[0], url)
+    masked = _USER.sub(lambda match: "***@" if _COLON.search(match[0]) else match[0], url)
     return _SECRET.sub(r"\1***", masked)
 
 
@@ -79,9 +82,10 @@ class Address(NamedTuple):
         if text is None:
             return default
         match = _SECONDS.fullmatch(text)
-        if match is None or not float(match[1]):
-            raise StoreInputError(f"{self.url!r}: {option}={text} is no time; write it as 500ms or 2s")
-        return float(match[1]) * (0.001 if match[2] == "ms" else 1.0)
+        found = float(match[1]) * (0.001 if match[2] == "ms" else 1.0) if match is not None else 0.0
+        if not 0 < found <= _MOST_SECONDS:
+            raise StoreInputError(f"{self.url!r}: {option}={text} is no time up to a day; write it as 500ms or 2s")
+        return found
 
     def secret(self, variable: str) -> str | None:
         """The password: the content of the file that `password_file` names, or that environment variable."""

@@ -62,7 +62,12 @@ class Guarded(Store):
         if self._reading.resting:
             self._skip(len(names))
             return [StoreFault(f"{name}: {self.label} rests after a fault") for name in names]
-        return [self._watched_reader(found) for found in self.store.open_all(names)]
+        found: Sequence[Reader | StoreError]
+        try:
+            found = self.store.open_all(names)
+        except StoreFault as fault:
+            found = [fault] * len(names)
+        return [self._watched_reader(one) for one in found]
 
     def _watched_reader(self, found: Reader | StoreError) -> Reader | StoreError:
         try:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridkv.errors import StoreFault
 from hybridkv.store.blobs import Blob
 from hybridkv.store.buffers import Buffers, cut, scatter, skip
 
@@ -34,6 +35,8 @@ class RemoteBlob(Blob):
         """What the last small read fetched."""
         self._small = Lock()
         """Held by a small read: others most likely find their bytes in what it fetches."""
+        self._fault: StoreFault | None = None
+        """Of the last small read that failed."""
 
     @abstractmethod
     def fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:
@@ -46,8 +49,15 @@ class RemoteBlob(Blob):
             return done + self.fetch(offset + done, cut(skip(buffers, done), wanted - done), wanted - done)
         if done == wanted:
             return done
+        before = self._fault
         with self._small:
-            return done + self._read_small(offset + done, cut(skip(buffers, done), wanted - done), wanted - done)
+            if self._fault is not None and self._fault is not before:
+                raise self._fault  # else threads would wait for a dead server one after another
+            try:
+                return done + self._read_small(offset + done, cut(skip(buffers, done), wanted - done), wanted - done)
+            except StoreFault as fault:
+                self._fault = fault
+                raise
 
     def close(self) -> None:
         self._first = self._last = _Piece(0, memoryview(b""))

@@ -93,11 +93,12 @@ def parse_url(url: str) -> Address:
             raise ValueError("no path has a zero byte")
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
-        raise StoreInputError(f"{named!r} is no URL of a store ({error}): write it as {_examples()}") from None
+        reason = f" ({error})" if named == url else ""  # else it may quote the password
+        raise StoreInputError(f"{named!r} is no URL of a store{reason}: write it as {_examples()}") from None
     scheme = SCHEMES.get(parts.scheme)
     if scheme is None or "://" not in url:
         raise StoreInputError(f"{named!r}: no store of that kind; write it as {_examples()}")
-    if password is not None:
+    if password is not None or ":" in user:
         raise StoreInputError(f"{named!r} has a password, which others can read in a URL: {_PASSWORDS}")
     options = dict(pairs)
     unknown = [option for option in options if option not in scheme.options]

@@ -43,6 +43,11 @@ class ValkeyServer:
         return f"valkey://127.0.0.1:{self.port}"
 
     @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def unix_url(self) -> str:
         return f"valkey+unix://{self.socket}"
 

@@ -94,11 +94,11 @@ class Streaming:
             return
         if sample.transfer is None:
             sample.match = self._cache.match(sample.tokens, sample.key)
-        if not self.is_ready(sample):
-            return
+            sample.transfer = self._ask(sample)
         transfer = sample.transfer
-        assert transfer is not None
         if transfer.fetch is None or transfer.was_prefetched or transfer.stage is not Stage.ASKED:
+            return
+        if not transfer.fetch.is_answered:  # a late answer is welcome: the sample waits anyway
             return
         transfer.was_prefetched = True
         self.streamer.finder.prefetch(transfer.fetch, sample.keys(self.streamer), sample.tokens, sample.key.taps)

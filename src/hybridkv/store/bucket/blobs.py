@@ -54,6 +54,8 @@ class BucketBlobs(Blobs):
         self._lock = Lock()
         self._room = Lock()
         """Held by the thread that makes room, so that a process evicts once."""
+        self._num_faults = 0
+        """Times that room could not be made because of a fault."""
         self.keys = Keys(prefix)
         self.client = Client(connect, place, timeout, self._count)
         self._parallel = Parallel(_IN_FLIGHT)
@@ -176,15 +178,25 @@ class BucketBlobs(Blobs):
         if self.size >= NO_LIMIT:
             self.estimate.begin(nbytes)
             return True
+        num_faults = self._num_faults
         with self._room:
-            if not self.estimate.is_fresh:
-                self._recount()
-            if self.estimate.usage.nbytes + nbytes > self.size:
-                self._evict(self.size - nbytes)
+            if num_faults != self._num_faults:  # else threads would wait for a dead server one after another
+                raise StoreFault(f"{self.client.place}: no room, since a listing or an eviction failed")
+            self._make_room(nbytes)
             fits = self.estimate.usage.nbytes + nbytes <= self.size
             if fits:
                 self.estimate.begin(nbytes)
             return fits
+
+    def _make_room(self, nbytes: int) -> None:
+        try:
+            if not self.estimate.is_fresh:
+                self._recount()
+            if self.estimate.usage.nbytes + nbytes > self.size:
+                self._evict(self.size - nbytes)
+        except StoreFault:
+            self._num_faults += 1
+            raise
 
     def _publish(self, name: ObjectName, data: memoryview) -> bool:
         is_first = self.client.create(self.keys.object(name), data, str(name))

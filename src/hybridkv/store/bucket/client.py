@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -51,11 +52,14 @@ class Client:
         self._count = count
         self._stores: dict[int, ObjectStore] = {}
         self._closed = False
+        self._pid = os.getpid()
 
     def store(self, nbytes: int = 0) -> ObjectStore:
         """The store of obstore for a request with so many bytes. Timeouts double, so that there are few stores."""
         if self._closed:
             raise StoreFault(f"{self.place}: the store is closed")
+        if self._pid != os.getpid():  # its threads are not there
+            raise StoreFault(f"{self.place}: this process was forked after the store was opened; open it after that")
         doublings = max(0, math.ceil(math.log2(max(nbytes, 1) / _SLOWEST_BYTES_PER_S / self._timeout)))
         if doublings not in self._stores:
             with faults(self.place, "connect"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from threading import Lock, Thread
@@ -25,6 +26,7 @@ class Parallel:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def run(self, calls: Sequence[Call[Result]]) -> list[Result | StoreError]:
         """Results in order. After a StoreFault no more calls begin: the fault stands in their places."""
@@ -49,6 +51,8 @@ class Parallel:
         with self._lock:
             if self._closed:
                 raise StoreFault("the store is closed")
+            if self._pid != os.getpid():  # its thread is not there
+                raise StoreFault("this process was forked after the store was opened; open it after that")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = Thread(target=_live, args=(self._loop,), name="hybridkv-bucket", daemon=True)

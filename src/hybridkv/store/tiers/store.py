@@ -106,6 +106,8 @@ class TieredStore(Store):
             stats.prefetched += 1
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        if self._closed:  # it would keep `close` waiting
+            return None
         writers = begin_writing(self._written, name, row_bytes, value=value, position=position)
         return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._counters) if writers else None
 
@@ -195,7 +197,7 @@ class TieredStore(Store):
         return found
 
     def _promote(self, reader: TieredReader) -> Promotion | None:
-        """Begin to promote an object to the tiers above its own. None: already under way, or the queue is full."""
+        """Begin to promote an object to the tiers above its own. None: under way, closed, or the queue is full."""
         name, nbytes = reader.header.name, reader.header.nbytes
 
         def end(is_copied: bool) -> None:
@@ -205,7 +207,7 @@ class TieredStore(Store):
                 stats.promoted += is_copied
 
         with self._lock:
-            if name in self._promoting:
+            if self._closed or name in self._promoting:
                 return None
             self._promoting.add(name)
         if not self._copies.reserve(nbytes):

@@ -134,7 +134,10 @@ class Pool:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection(self.place, timeout)
+        try:
+            sock = socket.create_connection(self.place, timeout)
+        except UnicodeError:
+            raise OSError("no host has such a name") from None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -164,10 +167,12 @@ def _refusal(place: Place, login: Login, error: ServerError) -> StoreFault:
         reason = "NOAUTH: a password is needed" if error.code == "NOAUTH" else error
         return RefusedError(f"{place} refuses {user} ({reason}); {way}")
     if "unknown command" in str(error):
-        return RefusedError(f"{place} is older than what this store needs: Redis 6.2 or any Valkey ({error})")
+        # the server's text quotes what it was sent, and so the password
+        return RefusedError(f"{place} does not know HELLO: this store needs Redis 6.2, or any Valkey")
     if "DB index" in str(error) or "SELECT" in str(error):
         return RefusedError(f"{place} has no database {login.database} ({error}); name another, as in /0")
-    return StoreFault(f"{place}: {error}")
+    text = str(error)
+    return StoreFault(f"{place}: {text.replace(login.password, '***') if login.password else text}")
 
 
 def _mode(hello: Reply) -> str:

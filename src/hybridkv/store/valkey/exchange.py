@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -78,6 +79,7 @@ class Exchange:
         self._was_idle = False
         self._is_skipped = False
         self._num_answers = 0
+        self._sent_at = 0.0
         self.error: StoreFault | None = None
         self.is_unavailable = False
         """Whether the server answers that it cannot serve now."""
@@ -100,6 +102,7 @@ class Exchange:
             self._connection, self._was_idle = node.pool.take(fresh=fresh)
             self._connection.start(self._nbytes())
             self._connection.send(self._parts())
+            self._sent_at = time.monotonic()
         except (OSError, StoreFault) as error:
             self._fail(error)
         except BaseException:
@@ -110,6 +113,7 @@ class Exchange:
         connection = self._connection
         if connection is None:
             return
+        connection.extend(time.monotonic() - self._sent_at)  # meanwhile the caller was busy with other servers
         try:
             for todo in self.todo:
                 command = self._commands[todo.number]

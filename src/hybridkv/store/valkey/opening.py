@@ -40,7 +40,8 @@ def _database(address: Address, text: str) -> int:
     if not text:
         return 0
     if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise StoreInputError(f"{address.url!r}: {text!r} is no database; write a number, such as 0")
+        quoted = "this path" if "@" in text else repr(text)  # it may be the rest of a password
+        raise StoreInputError(f"{address.url!r}: {quoted} is no database; write a number, such as 0")
     return int(text)
 
 
@@ -48,7 +49,10 @@ def _host(address: Address) -> Place:
     host, _, port = address.host.rpartition(":") if not address.host.endswith("]") else (address.host, "", "")
     if not host:
         host, port = port, ""
-    return Place(host.removeprefix("[").removesuffix("]"), int(port) if port else _PORT)
+    number = int(port) if port else _PORT
+    if number == 0:
+        raise StoreInputError(f"{address.url!r}: no server listens at port 0; write it as {address.example}")
+    return Place(host.removeprefix("[").removesuffix("]"), number)
 
 
 def _tls(address: Address) -> ssl.SSLContext:

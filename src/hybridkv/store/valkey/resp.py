@@ -80,6 +80,10 @@ class Connection:
         """Start the clock of a call that moves `nbytes` in both directions."""
         self._deadline = time.monotonic() + self._timeout + nbytes / _SLOWEST
 
+    def extend(self, seconds: float) -> None:
+        """Give the call more time."""
+        self._deadline += seconds
+
     def send(self, parts: Iterable[Bytes]) -> None:
         views = joined(parts)
         while views:

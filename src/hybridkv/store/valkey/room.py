@@ -51,6 +51,8 @@ class Room:
         self._used = 0
         self._known_at = float("-inf")
         self._resting_until = 0.0
+        self._num_faults = 0
+        """Evictions that failed."""
 
     def commands(self, nbytes: int) -> list[Command]:
         """What `reserve` needs to know, to be asked along with something else."""
@@ -68,8 +70,11 @@ class Room:
         if self._take(nbytes):
             return True
         if nbytes <= self.size:
+            num_faults = self._num_faults
             with self._evicting:
                 if not self._fits(nbytes):
+                    if num_faults != self._num_faults:  # else threads would wait for a dead server one after another
+                        raise StoreFault(f"{self._servers.label}: no room, since eviction failed")
                     self._evict_for(nbytes, hook)
                 if self._take(nbytes):
                     return True
@@ -131,6 +136,13 @@ class Room:
             return True
 
     def _evict_for(self, nbytes: int, hook: EvictedHook | None) -> None:
+        try:
+            self._try_to_evict_for(nbytes, hook)
+        except StoreFault:
+            self._num_faults += 1
+            raise
+
+    def _try_to_evict_for(self, nbytes: int, hook: EvictedHook | None) -> None:
         token = self._index.lock()
         if token is None:
             self._ask()

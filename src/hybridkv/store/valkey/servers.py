@@ -77,6 +77,7 @@ class Servers:
             node = command.target if isinstance(command.target, Node) else self._node(command.target)
             if node is None:
                 answers[number] = StoreFault(f"{self.label}: no server has slot {command.target}")
+                self._is_stale = True
             elif id(node) in groups:
                 groups[id(node)].todo.append(Todo(number))
             else:
