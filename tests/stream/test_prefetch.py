@@ -38,6 +38,29 @@ def test_a_waiting_request_finds_its_objects_in_the_fastest_tier(family: str) ->
     driver.close()
 
 
+def test_the_store_is_asked_again_if_memory_has_lost_what_it_had() -> None:
+    below = copy_of(filled("falcon_h1", STORED))
+    store = TieredStore([Tier(MemoryStore(1 << 26)), Tier(below)])
+    driver = StreamDriver(model_of("falcon_h1"), store, max_num_seqs=1)
+    driver.add("first", SHARED[:60])
+    driver.run()
+    driver.add("runs", prompt(20, 7), LONG)
+    while driver.core.scheduler.waiting:
+        driver.step()
+    driver.add("waits", SHARED + prompt(9, 2))
+    deadline = time.monotonic() + 20
+    while not store.stats.prefetched:
+        assert time.monotonic() < deadline, "nothing was prefetched"
+        driver.step()
+    asked = driver.stats.lookups
+    driver.cache.reset()
+    driver.run()
+    assert driver.stats.lookups == asked + 1
+    assert driver.results["waits"].cached_tokens == 80
+    assert not driver.stats.failures
+    driver.close()
+
+
 def test_a_single_store_is_asked_only_when_a_request_can_start() -> None:
     driver = StreamDriver(model_of("llama"), copy_of(filled("llama", STORED)), max_num_seqs=1)
     driver.add("runs", prompt(20, 7), LONG)

@@ -76,7 +76,7 @@ class Streaming:
 
     def is_ready(self, sample: Sample) -> bool:
         """Whether the store has answered the lookup for a waiting sample. The first call starts the lookup."""
-        if sample.transfer is None:
+        if sample.transfer is None or _is_outdated(sample, sample.transfer):
             sample.transfer = self._ask(sample)
         transfer = sample.transfer
         if transfer.stage is not Stage.ASKED:
@@ -337,6 +337,13 @@ class Streaming:
 
     def _is_in_step(self, sample: Sample) -> bool:
         return self._step is not None and sample in self._step.loads
+
+
+def _is_outdated(sample: Sample, transfer: Transfer) -> bool:
+    """Whether memory has lost, while a prefetched sample waited, what it had when the store was asked."""
+    if not transfer.was_prefetched or transfer.stage is not Stage.ASKED or sample.match is None:
+        return False
+    return transfer.fetch is not None and sample.match.num_tokens < transfer.fetch.start
 
 
 def _load_of(sample: Sample) -> Load:
