@@ -102,7 +102,8 @@ class MooncakeClient(Peer):
         from mooncake.store import MooncakeDistributedStore
 
         self._client: Any = MooncakeDistributedStore()
-        self._registered: set[int] = set()
+        self._registered: dict[int, int] = {}
+        """Bytes by address."""
         code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", urlsplit(url).netloc)
         assert code == 0, f"Mooncake's setup: {code}"
 
@@ -126,8 +127,10 @@ class MooncakeClient(Peer):
 
     def _address(self, buffer: memoryview) -> int:
         address = int(np.frombuffer(buffer, np.uint8).ctypes.data)
-        if address not in self._registered:
+        if self._registered.get(address, 0) < len(buffer):
+            if address in self._registered:
+                self._client.unregister_buffer(address)
             code = self._client.register_buffer(address, len(buffer))
             assert code == 0, f"register_buffer: {code}"
-            self._registered.add(address)
+            self._registered[address] = len(buffer)
         return address
