@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -104,6 +105,7 @@ class MooncakeClient(Peer):
         self._client: Any = MooncakeDistributedStore()
         self._registered: dict[int, int] = {}
         """Bytes by address."""
+        self._lock = Lock()
         code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", urlsplit(url).netloc)
         assert code == 0, f"Mooncake's setup: {code}"
 
@@ -127,10 +129,11 @@ class MooncakeClient(Peer):
 
     def _address(self, buffer: memoryview) -> int:
         address = int(np.frombuffer(buffer, np.uint8).ctypes.data)
-        if self._registered.get(address, 0) < len(buffer):
-            if address in self._registered:
-                self._client.unregister_buffer(address)
-            code = self._client.register_buffer(address, len(buffer))
-            assert code == 0, f"register_buffer: {code}"
-            self._registered[address] = len(buffer)
+        with self._lock:
+            if self._registered.get(address, 0) < len(buffer):
+                if address in self._registered:
+                    self._client.unregister_buffer(address)
+                code = self._client.register_buffer(address, len(buffer))
+                assert code == 0, f"register_buffer: {code}"
+                self._registered[address] = len(buffer)
         return address

@@ -93,7 +93,7 @@ class Mooncake(Server):
         mooncake.make_importable()
         self._server = mooncake.MooncakeServer(folder, size="2 GB")
         self._server.start()
-        self.urls = [self._server.url]
+        self.urls = [self._server.url.replace("buffer=64MiB", "buffer=512MiB")]
         self._client = self._server.client()
 
     def peer(self, url: str, threads: int) -> Peer:
