@@ -71,13 +71,17 @@ def test_every_kind_is_exported_and_only_bad_input_is_a_value_error() -> None:
 
 
 def test_kinds_have_one_home() -> None:
-    """The server has more of its own, for what only its clients meet, and links, for what only linked engines meet."""
+    """Some packages have more, for what only they meet: clients of the server, linked engines, connections to Valkey."""
     found, todo = set(), [HybridKVError]
     while todo:
         todo += (below := todo.pop().__subclasses__())
         found.update(below)
     elsewhere = {kind for kind in found if kind.__module__ != errors.__name__ and not kind.__name__.startswith("_")}
-    assert {kind.__module__.rpartition(".")[0] for kind in elsewhere} == {"hybridkv.serve", "hybridkv.link"}
+    assert {kind.__module__.rpartition(".")[0] for kind in elsewhere} == {
+        "hybridkv.serve",
+        "hybridkv.link",
+        "hybridkv.store.valkey",
+    }
 
 
 def test_every_raise_names_a_kind() -> None:

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import StoreFault
 from hybridkv.integrations.vllm.tier import manager
 from hybridkv.store import FileStore, Guarded
 from tests.store.faulty import Fault, FaultyStore, Kind
@@ -310,7 +310,7 @@ def test_shutdown_keeps_memory_that_a_copy_uses(
     faults.append(Fault(Kind.SLOW_WRITE, times=1))
     engine.save(keys_of(range(4)))
     assert faults[0].reached.wait(5)
-    with pytest.raises(HybridKVError, match="a copy still runs"):
+    with pytest.raises(StoreFault, match="a copy still runs"):
         engine.close()
     assert engine._read(0) == bytes_of(key_of(0))
     faults[0].release.set()

@@ -256,8 +256,8 @@ def test_descriptions_that_are_none_are_left_out(s3: S3Server) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://user@bucket/x", "names no bucket"),
-        ("s3://bucket:80/x", "names no bucket"),
+        ("s3://user@bucket/x", "has no valid name of a bucket"),
+        ("s3://bucket:80/x", "has no valid name of a bucket"),
         ("s3://bucket/a b", "'a b' cannot be part of a prefix"),
         ("s3://bucket/a/../b", "cannot be part of a prefix"),
         ("s3://bucket/a?endpoint=host:9000", "endpoint=host:9000 is no address"),

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hybridkv.errors import CorruptObject, HybridKVError, MissingObject, StoreError, StoreFault, UnknownFormat
+from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault, UnknownFormat
 from hybridkv.integrations.vllm.tier.chores import Chores
 from hybridkv.integrations.vllm.tier.counts import Counts, definitions
 from hybridkv.integrations.vllm.tier.jobs import Job, Jobs
@@ -174,14 +174,14 @@ class HybridKVTier(SecondaryTierManager):
         return self._counts.take(self.tier_type)
 
     def shutdown(self) -> None:
-        """Raises HybridKVError if a copy hangs: vLLM then keeps the memory that the copy uses."""
+        """Raises StoreFault if a copy hangs: vLLM then keeps the memory that the copy uses."""
         if self._is_closed:
             return
         self._is_closed = True
         self._lookups.close()
         self._chores.close()
         if not self._jobs.close(_CLOSE_S):
-            raise HybridKVError(
+            raise StoreFault(
                 f"{' '.join(self._settings.store)}: a copy still runs after {_CLOSE_S:.0f} s, so vLLM's memory is not "
                 "freed; see whether the store hangs, and end the process"
             )
