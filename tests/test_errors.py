@@ -15,6 +15,7 @@ import pytest
 
 import hybridkv
 import hybridkv.serve
+import hybridkv.store.valkey.connections
 from hybridkv import errors
 from hybridkv.cli.main import run
 from hybridkv.errors import (
@@ -71,7 +72,7 @@ def test_every_kind_is_exported_and_only_bad_input_is_a_value_error() -> None:
 
 
 def test_kinds_have_one_home() -> None:
-    """Some packages have more, for what only they meet: clients of the server, linked engines, connections to Valkey."""
+    """Some packages have more, for what only they meet: clients of a server, linked engines, connections to Valkey."""
     found, todo = set(), [HybridKVError]
     while todo:
         todo += (below := todo.pop().__subclasses__())
