@@ -28,7 +28,7 @@ from hybridkv.integrations.vllm.tier import HybridKVTier
 
 CHUNK_BYTES = 8192
 BLOCK_BYTES = 3000
-"""Of each of two blocks; the rest of a chunk is padding."""
+"""Bytes of each of two blocks; the rest of a chunk is padding."""
 LONGEST_WAIT_S = 20.0
 NO_REQUESTS = ScheduleEndContext((), ())
 

@@ -117,7 +117,7 @@ class PackedDecoder(Decoder):
         self._rows = dict(sorted(self._rows.items()))
         rows = self._rows.values()
         found = self._runner.run([Work(np.array([row.token], dtype=np.int32), row.tables, True) for row in rows])
-        logits = torch.full((self._num_rows, found.shape[1]), torch.nan)  # a row that has ended must not be read
+        logits = found.new_full((self._num_rows, found.shape[1]), torch.nan)  # a row that has ended must not be read
         logits[list(self._rows)] = found
         self._tokens = logits.argmax(-1)
         drawn = DrawnTokens(self._num_rows, self._tokens.device)

@@ -18,8 +18,7 @@ from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, check_greedy, memor
 from tests.engine.zoo import FAMILIES, build, prompt
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-DECODES = ["", "graphs" if torch.cuda.is_available() else "packed"]
-"""Where there is a GPU, Triton does not interpret kernels for CPUs, which "packed" needs to draw tokens."""
+DECODES = ["", "packed", *(["graphs"] if torch.cuda.is_available() else [])]
 HAVE_STATES = [name for name, family in FAMILIES.items() if family.recurrent or family.conv]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -119,6 +118,8 @@ def test_a_random_life_of_requests(family: str, seed: int, decodes: str, device:
     """Arrivals, shared prefixes, aborts, samples, resets and step sizes at random, in an arena that is too small."""
     if decodes == "graphs" and device == "cpu":
         pytest.skip("Triton's interpreter is slow")
+    if decodes == "packed" and device != DEVICES[-1]:
+        pytest.skip("Triton interprets no kernels where there is a GPU")
     model = build(family)
     chance = random.Random(f"{family} {seed}")
     driver = Driver(

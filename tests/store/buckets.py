@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 
 from hybridkv.store.blob_store import BlobStore
-from hybridkv.store.bucket.blobs import NO_LIMIT, BucketBlobs
+from hybridkv.store.blobs import NO_LIMIT
+from hybridkv.store.bucket.blobs import BucketBlobs
 from hybridkv.store.bucket.opening import open_address
 from hybridkv.store.urls import parse_url
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybridkv.store import MissingObject, Store, StoreError, UnknownFormat
+from hybridkv.store import CorruptObject, MissingObject, Reader, Store, StoreError, UnknownFormat
 from tests.store.samples import NAMESPACE, OTHER_NAMESPACE, ROWS, load, name_of, read_row, rows_of, save
 from tests.store.versions import LATER, later, plant, raw_bytes
 
@@ -49,6 +49,23 @@ class StoreConformance:
         with pytest.raises(MissingObject, match=name_of(1).key):
             store.open(name_of(1))
         assert store.stats.faults == store.stats.corrupt == 0
+
+    def test_many_objects_are_opened_in_one_call(self, store: Store) -> None:
+        """Each answer stands in its place: a reader, or the error of an object that is missing or corrupt."""
+        names = [name_of(number) for number in range(5)]
+        for name in names[1:3]:
+            save(store, name)
+        plant(store, names[3], b"no object")
+        found = store.open_all(names)
+        kinds = (MissingObject, Reader, Reader, CorruptObject, MissingObject)
+        assert [isinstance(one, kind) for one, kind in zip(found, kinds, strict=True)] == [True] * 5, found
+        for name, one in zip(names[1:3], found[1:3], strict=True):
+            assert isinstance(one, Reader)
+            with one as reader:
+                assert [read_row(reader, row) for row in range(len(ROWS))] == rows_of(name)
+        assert store.open_all([]) == []
+        assert store.stats.opened == 2
+        assert store.stats.faults == 0
 
     def test_a_row_is_scattered_over_buffers(self, store: Store) -> None:
         save(store, name_of(1))

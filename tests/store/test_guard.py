@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import fields
 
 import pytest
@@ -12,12 +13,15 @@ from hybridkv.store import (
     Guarded,
     MemoryStore,
     MissingObject,
+    ObjectName,
+    Reader,
     Store,
+    StoreError,
     StoreFault,
     StoreStats,
     UnknownFormat,
 )
-from hybridkv.store.blobs import Usage
+from hybridkv.store.blobs import Blob, Usage
 from tests.store.conformance import StoreConformance
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import NAMESPACE, load, name_of, rows_of, save
@@ -52,6 +56,39 @@ def calls_of(fault: Fault, guard: Guarded) -> int:
     before = fault.struck
     guard.lookup(NAMES[:1])
     return fault.struck - before
+
+
+def test_faults_of_opening_many_stand_in_their_places_and_the_store_rests() -> None:
+    fault = Fault(Kind.FAIL_OPEN)
+    guard, faulty, clock = guarded(fault)
+    assert all(isinstance(one, StoreFault) for one in guard.open_all(NAMES))
+    assert (fault.struck, guard.stats.faults) == (3, 3)
+    assert all(isinstance(one, StoreFault) for one in guard.open_all(NAMES))
+    assert (fault.struck, guard.stats.skipped) == (3, 3)
+    faulty.faults.clear()
+    clock.now += 2
+    assert guard.lookup(NAMES[:1]) == [True]
+    (reader,) = guard.open_all(NAMES[:1])
+    assert isinstance(reader, Reader)
+    reader.read(1, [memoryview(bytearray(1))])
+    reader.close()
+    assert guard.lookup(NAMES) == [True, False, False]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["in all places", "raised"])
+def test_one_fault_in_many_places_is_one_fault(monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+    guard, faulty, _ = guarded()
+    fault = StoreFault("the server is gone")
+
+    def open_all(names: Sequence[ObjectName]) -> list[Blob | StoreError]:
+        if raises:
+            raise fault
+        return [fault for _ in names]
+
+    monkeypatch.setattr(faulty.blobs, "open_all", open_all)
+    assert guard.open_all(NAMES) == [fault] * 3
+    assert faulty.stats.faults == 1
+    assert guard.lookup(NAMES[:1]) == [False]
 
 
 def test_fault_of_lookup_is_a_miss_and_the_store_rests(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,7 @@ def fail_in_time(*calls: Callable[[], object]) -> None:
 
 
 def free_bytes(opened: MooncakeBlobs) -> int:
-    """Of the transfer memory, once calls have returned that nobody waits for."""
+    """Free transfer memory, once abandoned calls have returned."""
     client = opened._client
     deadline = time.monotonic() + 10
     while client.calls.hung and time.monotonic() < deadline:

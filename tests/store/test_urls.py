@@ -193,6 +193,12 @@ def test_bad_urls_of_servers_say_the_way_out(url: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["file:///tmp?size=3Gx", "valkey://127.0.0.1:1?size=3Gx", "s3://bucket/p?size=3Gx"])
+def test_a_wrong_size_is_refused_where_none_is_needed(url: str) -> None:
+    with pytest.raises(HybridKVError, match="'3Gx' is not a size"):
+        inspect_store(url)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_same"),
     [

@@ -512,7 +512,7 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int, dec
         max_num_batched_tokens=chance.choice([24, 40, 100]),
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
         decodes=decodes,
-        device="cuda" if decodes == "graphs" else "cpu",
+        device=DEVICES[-1] if decodes else "cpu",
     )
     driver.streamer.mover._dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])
     alive, all_faults = [], []

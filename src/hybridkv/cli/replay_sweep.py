@@ -25,7 +25,7 @@ class Combination:
     state_dtype: str | None
     block_size: int
     tier_size: str | None = None
-    """Of the last tier; None: as the tier says."""
+    """Size of the last tier. None: the size that `--tier` gives."""
 
     @property
     def memory_bytes(self) -> int:

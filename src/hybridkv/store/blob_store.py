@@ -62,13 +62,17 @@ class BlobStore(Store):
         return self.blobs.opens_together
 
     def open_all(self, names: Sequence[ObjectName]) -> list[Reader | StoreError]:
-        return [self._reader_or_error(*one) for one in zip(names, self.blobs.open_all(names), strict=True)]
+        with self.counters.faults():
+            found = self.blobs.open_all(names)
+        with self.counters as stats:  # one fault may stand in the place of several blobs
+            stats.faults += len({id(one) for one in found if isinstance(one, StoreFault)})
+        return [self._reader_or_error(*one) for one in zip(names, found, strict=True)]
 
     def _reader_or_error(self, name: ObjectName, found: Blob | StoreError) -> Reader | StoreError:
+        if isinstance(found, StoreError):
+            return found
         try:
             with self.counters.faults():
-                if isinstance(found, StoreError):
-                    raise found
                 return self._reader(name, found)
         except StoreError as error:
             return error

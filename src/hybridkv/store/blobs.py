@@ -15,6 +15,9 @@ from hybridkv.store.names import ObjectName
 from hybridkv.store.objects import Header, read_header
 from hybridkv.store.store import Leftovers, Stored
 
+NO_LIMIT = 2**60 - 1
+"""The size of a store that evicts nothing itself."""
+
 
 class Usage(NamedTuple):
     objects: int
@@ -55,7 +58,7 @@ class PendingBlob(ABC):
 class Blobs(ABC):
     """All blobs of one backend. `evicted` counts evicted blobs, `dropped` those that found no room."""
 
-    size: int = 1 << 62
+    size: int = NO_LIMIT
     """Size limit in bytes."""
     evicted: int = 0
     dropped: int = 0

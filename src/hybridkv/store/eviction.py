@@ -24,7 +24,8 @@ _YOUNGEST_S = 1.0
 _LARGEST_VALUE = 1e300
 """Clamp on values, which come from untrusted headers: sums of larger ones would overflow."""
 
-_MOST_TOLD_BYTES = 64 << 20
+MOST_TOLD_BYTES = 64 << 20
+"""Evicted bytes that an eviction hook takes at once."""
 
 
 class Evictable(NamedTuple):
@@ -79,5 +80,5 @@ def with_slack(excess: int, size: int, *, is_told: bool) -> int:
 
     `is_told`: evicted objects go to an eviction hook, which takes a limited number of bytes at once.
     """
-    slack = min(size // 64, _MOST_TOLD_BYTES) if is_told else size // 64
+    slack = min(size // 64, MOST_TOLD_BYTES) if is_told else size // 64
     return excess + slack if excess > 0 else 0

@@ -36,7 +36,7 @@ class RemoteBlob(Blob):
         self._small = Lock()
         """Held by a small read: others most likely find their bytes in what it fetches."""
         self._fault: StoreFault | None = None
-        """Of the last small read that failed."""
+        """The fault of the last small read that failed."""
 
     @abstractmethod
     def fetch(self, offset: int, buffers: Buffers, nbytes: int) -> int:

@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from hybridkv.errors import StoreInputError
 from hybridkv.store.address import Address, shown
 from hybridkv.store.blob_store import BlobStore
+from hybridkv.store.blobs import NO_LIMIT
 from hybridkv.store.file.blobs import FileStore
 from hybridkv.store.file.io import Direct
 from hybridkv.store.guard import Guarded
@@ -23,7 +24,6 @@ from hybridkv.store.memory import MemoryStore
 from hybridkv.store.store import Store
 from hybridkv.store.tiers.store import Tier, TieredStore, WritePolicy
 
-_NO_LIMIT = 2**60 - 1
 _PASSWORDS = "put it into a file and add password_file=, or into an environment variable (docs/store.md)"
 
 
@@ -73,6 +73,7 @@ def open_store(urls: str | Sequence[str]) -> Store:
 def inspect_store(url: str) -> Store:
     """Open one store for tools. It must exist and needs no size; faults are raised, and corrupt objects are kept."""
     address = parse_url(url)
+    address.size_or(None)  # it is not needed, but a wrong one is refused
     inspect = SCHEMES[address.scheme].inspect
     if inspect is None:
         raise StoreInputError(f"{address.url!r}: such a store lives inside one process; name one that outlives it")
@@ -140,7 +141,7 @@ def _inspect_file(address: Address) -> BlobStore:
         raise StoreInputError(
             f"{address.url!r}: there is no store at {path}; name the directory that one was opened with"
         )
-    return FileStore(path, _NO_LIMIT, address.choose("direct", Direct, Direct.AUTO), collect=False)
+    return FileStore(path, NO_LIMIT, address.choose("direct", Direct, Direct.AUTO), collect=False)
 
 
 def _directory(address: Address) -> Path:
@@ -159,12 +160,12 @@ def _remote(module: str, options: tuple[str, ...], example: str, *, has_host: bo
     """A store on a server. Its module is imported when such a store is opened, since it may need another package."""
 
     def open_it(address: Address) -> BlobStore:
-        size = address.size_or(_NO_LIMIT)
+        size = address.size_or(NO_LIMIT)
         assert size is not None
         return _backend(module).open_address(address, size)
 
     def inspect_it(address: Address) -> BlobStore:
-        return _backend(module).open_address(address, _NO_LIMIT)
+        return _backend(module).open_address(address, NO_LIMIT)
 
     return Scheme(open_it, inspect_it, ("size", *options, "write"), example, has_host)
 
@@ -186,7 +187,7 @@ _EVICTS = "Mooncake evicts by itself"
 _MOONCAKE_REFUSED = {
     "size": f"{_EVICTS}; its memory is --global_segment_size of each store process, and mooncake_master has "
     "--eviction_high_watermark_ratio and --eviction_ratio",
-    "write": f"{_EVICTS} and tells nobody what, so that write=back would lose objects; every write goes through",
+    "write": f"{_EVICTS} and does not tell what, so write=back would lose objects; every write goes through",
 }
 
 SCHEMES: dict[str, Scheme] = {

@@ -13,7 +13,7 @@ from hybridkv.store import ObjectName, Reader, Store
 
 
 class _Batch:
-    """Objects that one call opens. Whoever needs one of them waits for all."""
+    """Objects that one call opens. A thread that needs one of them waits for all."""
 
     def __init__(self, names: list[ObjectName]) -> None:
         self.names = names
@@ -27,7 +27,7 @@ class _Batch:
 
 
 class Openings:
-    """Thread-safe. Readers that nobody takes are closed by `close`."""
+    """Thread-safe. `close` closes readers that `open` has not returned."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class Openings:
         self._expected: dict[ObjectName, None] = {}
         """Objects that no batch has yet, in the order in which they will be needed."""
         self._batches: dict[ObjectName, _Batch] = {}
-        """The batch of each object that nobody has taken yet."""
+        """The batch of each object that `open` has not returned yet."""
 
     def expect(self, names: Iterable[ObjectName]) -> None:
         """These will be opened: any of them may be opened together with others."""
@@ -68,7 +68,7 @@ class Openings:
         return batch
 
     def close(self) -> None:
-        """Close what nobody has taken. Nothing more is opened together; a batch under way is closed when it ends."""
+        """Close what `open` has not returned. A batch under way is closed when it ends."""
         with self._lock:
             self._expected.clear()
             left, self._batches = self._batches, {}

@@ -32,7 +32,7 @@ class LoadReport:
     loads: int
     """Loads that were used."""
     slower: int | None
-    """Of these, loads that took longer than computing the same tokens; None: compute was not timed."""
+    """Used loads that took longer than computing the same tokens. None: compute was not timed."""
     declined: int
     """Loads that were not begun because computing is faster."""
     timeouts: int

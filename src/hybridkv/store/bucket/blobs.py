@@ -17,7 +17,7 @@ from threading import Lock
 import numpy as np
 
 from hybridkv.errors import MissingObject, StoreError, StoreFault
-from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
+from hybridkv.store.blobs import NO_LIMIT, Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.bucket.blob import BucketBlob, PendingBucketBlob
 from hybridkv.store.bucket.client import Client, Listed, ObjectStore, Start
 from hybridkv.store.bucket.keys import Keys
@@ -34,7 +34,6 @@ from hybridkv.store.values import ValueReader
 
 logger = logging.getLogger("hybridkv.store")
 
-NO_LIMIT = 2**60 - 1
 START_BYTES = 1 << 16
 """So many bytes of an object come with `open`: its header, or all of a small object."""
 _MOST_PUT_BYTES = 5000 << 20

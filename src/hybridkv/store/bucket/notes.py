@@ -29,7 +29,7 @@ Uses = dict[ObjectName, float]
 
 _INTERVAL_S = 60.0
 _MOST_LINES = 10_000
-"""Of one note, and of the names that one process keeps in memory before it writes them."""
+"""Most names in one note, and most names that one process keeps in memory before it writes them."""
 _MOST_BYTES = 4 << 20
 """Longer notes are not read."""
 _MOST_NOTES = 256

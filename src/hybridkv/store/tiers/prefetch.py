@@ -17,7 +17,7 @@ _THREADS = 4
 _SHARE = 4
 """Objects that wait to be opened take at most one part in so many of the fastest tier."""
 _PATIENCE_S = 60.0
-"""An object that nobody has opened by then counts no more: its request has ended, or found it in memory."""
+"""An object that has not been opened by then no longer counts: its request has ended, or found it in memory."""
 _MOST_WANTED = 65_536
 
 

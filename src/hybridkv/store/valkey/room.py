@@ -14,8 +14,8 @@ from threading import Lock
 import numpy as np
 
 from hybridkv.errors import StoreFault
-from hybridkv.store.blobs import Blob, Usage
-from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
+from hybridkv.store.blobs import NO_LIMIT, Blob, Usage
+from hybridkv.store.eviction import MOST_TOLD_BYTES, Evictable, chosen, ranked, with_slack
 from hybridkv.store.memory import MemoryBlob
 from hybridkv.store.names import ObjectName
 from hybridkv.store.valkey.exchange import Answer, Command
@@ -26,14 +26,10 @@ from hybridkv.store.valkey.wire import encode
 
 EvictedHook = Callable[[ObjectName, Blob], None]
 
-NO_LIMIT = 1 << 59
-"""Sizes from here on are no limit."""
 _KNOWN_S = 0.05
 """How long a known usage counts. What this process writes meanwhile is added."""
 _WAIT_S = 0.05
 _REST_S = 3.0
-_MOST_TOLD_BYTES = 64 << 20
-"""What is read at once for the eviction hook."""
 
 
 class Room:
@@ -160,7 +156,7 @@ class Room:
         while (excess := (usage := self._ask()).nbytes - goal) > 0 and usage.nbytes < before:
             before = usage.nbytes
             wanted = with_slack(excess, self.size, is_told=hook is not None) if slack else excess
-            wanted = wanted if hook is None else min(wanted, _MOST_TOLD_BYTES)
+            wanted = wanted if hook is None else min(wanted, MOST_TOLD_BYTES)
             going = chosen(ranked(self._index.oldest(wanted, usage), time.time()), wanted)
             if not going:
                 break
