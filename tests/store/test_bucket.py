@@ -15,10 +15,10 @@ import pytest
 from hybridkv.errors import MissingObject, StoreError, StoreFault, StoreInputError
 from hybridkv.store import ObjectName, Reader, Store, open_store
 from hybridkv.store.blob_store import BlobStore
+from hybridkv.store.blobs import NO_LIMIT
 from hybridkv.store.bucket import blobs as bucket_blobs
 from hybridkv.store.bucket import opening
 from hybridkv.store.bucket.aws_files import aws_settings
-from hybridkv.store.bucket.blobs import NO_LIMIT
 from hybridkv.store.bucket.usage import UsageEstimate
 from tests.store.buckets import blobs_of, new_prefix, opened
 from tests.store.conformance import StoreConformance
