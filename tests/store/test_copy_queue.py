@@ -118,7 +118,7 @@ def test_no_more_is_evicted_at_once_than_can_be_taken(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 64th of a large store is more than may wait to be written elsewhere."""
-    monkeypatch.setattr("hybridkv.store.eviction._MOST_TOLD_BYTES", 2 * ONE)
+    monkeypatch.setattr("hybridkv.store.eviction.MOST_TOLD_BYTES", 2 * ONE)
     gone: list[Reader] = []
     size = 64 * 8 * ONE
     with MemoryStore(size) if kind == "memory" else FileStore(tmp_path, size) as store:

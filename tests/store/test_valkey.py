@@ -330,7 +330,7 @@ def test_evicted_objects_are_handed_over_whole(server: ValkeyServer) -> None:
 def test_shrinking_hands_over_piece_by_piece(
     server: ValkeyServer, store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridkv.store.valkey.room._MOST_TOLD_BYTES", 2 * ONE)
+    monkeypatch.setattr("hybridkv.store.valkey.room.MOST_TOLD_BYTES", 2 * ONE)
     names = fill(server, store, [100.0] * 7)
     told = []
 
