@@ -89,7 +89,8 @@ def _not_resumable(lookup: Explanation, missing: Missing, cached: int, has_store
         )
         return Reason(f"{thing.replace(' ', '_')}_evicted", gone.position, gone.position - cached, text)
     since = f"between tokens {cached:,} and {matched:,}" if cached else f"before token {matched:,}"
-    text = f"{begin}no {thing} was kept {since}: {_count(lost)} were computed again. "
+    kept = "were kept" if missing is Missing.TAP else "was kept"
+    text = f"{begin}no {thing} {kept} {since}: {_count(lost)} were computed again. "
     if missing is Missing.STATE:
         text += (
             f"One is kept at token {matched:,} now. A breakpoint there, such as the end of a message, would have kept "
