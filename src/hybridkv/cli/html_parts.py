@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def element(tag: str, content: str, **attributes: str | float) -> str:
-    """An element around `content`, which is HTML already. Attributes are escaped: `class_` is class, `aria_label` aria-label."""
+    """An element around `content`, which is HTML already. Attributes are escaped; `_` in their names is a hyphen."""
     return f"<{tag}{_attributes(attributes)}>{content}</{tag}>"
 
 

@@ -14,8 +14,7 @@ def write_file(path: Path, content: str, what: str) -> None:
 
     The file is written beside `path` and renamed when it is on the disk. A link is followed.
     """
-    target = Path(os.path.realpath(path))
-    _check(path, target, what)
+    target = check_file(path, what)
     partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
     try:
         mode = target.stat().st_mode & 0o777 if target.exists() else None
@@ -32,8 +31,9 @@ def write_file(path: Path, content: str, what: str) -> None:
         raise _cannot_write(path, error, what) from None
 
 
-def _check(path: Path, target: Path, what: str) -> None:
-    """Refuse what a rename would replace although it is no file to be overwritten."""
+def check_file(path: Path, what: str) -> Path:
+    """Refuse what a rename would replace although it is no file to be overwritten. Returns `path` without links."""
+    target = Path(os.path.realpath(path))
     try:
         if target.is_dir():
             raise InputError(f"{what} {path} is a directory: name a file in it")
@@ -45,6 +45,7 @@ def _check(path: Path, target: Path, what: str) -> None:
             raise InputError(f"{what} {path} is write-protected: name another file")
     except OSError as error:
         raise _cannot_write(path, error, what) from None
+    return target
 
 
 def _cannot_write(path: Path, error: OSError, what: str) -> InputError | DiskError:

@@ -18,7 +18,7 @@ from hybridkv.cli.cache_options import (
     RowOrderOption,
     StateDtypeOption,
 )
-from hybridkv.cli.output_file import write_file
+from hybridkv.cli.output_file import check_file, write_file
 from hybridkv.cli.plan_page import PlannedModel, plan_page, weight_bytes
 from hybridkv.cli.tables import compare_table, console, plan_tables, write
 from hybridkv.errors import ConfigError, InputError, PlanError
@@ -29,6 +29,8 @@ from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT
 from hybridkv.plan.report import plan_report
 from hybridkv.spec import DType, ModelSpec
 from hybridkv.units import parse_size
+
+_MOST_TOKENS = 2**40
 
 
 def plan_command(
@@ -66,6 +68,10 @@ def plan_command(
     """
     if max_model_len < 1:
         raise PlanError(f"max_model_len {max_model_len}: a request has at least 1 token")
+    if max_model_len > _MOST_TOKENS:
+        raise PlanError(f"max_model_len {str(max_model_len)[:40]}: a request has at most {_MOST_TOKENS:,} tokens")
+    if html is not None:
+        check_file(html, "--html")
     options = PlanOptions(parse_size(memory), block_size, attn_pack_size, row_layers, row_order)
     asked = _Asked(tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps))
     plans = [make_plan(asked.load(model), options) for model in models]

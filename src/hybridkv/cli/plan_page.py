@@ -5,7 +5,7 @@ Every figure comes from `plan` and `models`. The page has no script and loads no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridkv import __version__
@@ -173,25 +173,26 @@ def _packing_row(one: Packing, max_model_len: int) -> list[str]:
 def _gpu_figure(one: PlannedModel, anchor: str, max_model_len: int) -> str:
     counts = sorted({fit.num_gpus for fit in one.fits})
     held = {(fit.gpu, fit.num_gpus): fit.max_requests(max_model_len) for fit in one.fits}
-    lines = []
-    for gpu in reversed(GPUS):
-        points = [(float(count), float(held[gpu, count])) for count in counts]
-        lines.append(Line(_gpu_name(gpu), points, points))
     title = f"Requests of {max_model_len:,} tokens that GPUs hold beside the weights"
-    words = Words(
-        f"{anchor}-gpus", title, "One line for each size of GPU memory. The table below has all values.",
-        "GPUs (tensor-parallel size)", "requests at once",
-    )  # fmt: skip
-    rows = [[_gpu_name(gpu), *(_held(held[gpu, count]) for count in counts)] for gpu in GPUS]
+    rows = [[_gpu_name(gpu), *(_count(held[gpu, count] or None) for count in counts)] for gpu in GPUS]
     return (
-        text("p", _weights_words(one), class_="" if one.compute is not None else "warn")
-        + _figure(title, line_chart(words, lines, counts))
+        text("p", _weights_words(one), class_="words" if one.compute is not None else "warn")
+        + (_figure(title, _gpu_chart(f"{anchor}-gpus", title, held, counts)) if any(held.values()) else "")
         + simple_table(
             f"Requests of {max_model_len:,} tokens, by number of GPUs", ["GPU memory", *map(str, counts)], rows
         )
         + _fewest_table(one.fits, max_model_len)
-        + text("p", "-: not even one. A line begins where one request fits.", class_="note")
+        + text("p", "-: none of these numbers of GPUs holds it. A line begins where one request fits.", class_="note")
     )
+
+
+def _gpu_chart(name: str, title: str, held: Mapping[tuple[Gpu, int], int], counts: Sequence[int]) -> str:
+    lines = []
+    for gpu in reversed(GPUS):
+        points = [(float(count), float(held[gpu, count])) for count in counts]
+        lines.append(Line(_gpu_name(gpu), points, points))
+    says = "One line for each size of GPU memory. The table below has all values."
+    return line_chart(Words(name, title, says, "GPUs (tensor-parallel size)", "requests at once"), lines, counts)
 
 
 def _fewest_table(fits: Sequence[GpuFit], max_model_len: int) -> str:
@@ -218,10 +219,6 @@ def _weights_words(one: PlannedModel) -> str:
 
 def _gpu_name(gpu: Gpu) -> str:
     return f"{format_bytes(gpu.memory_bytes)} ({gpu.example})"
-
-
-def _held(count: int) -> str:
-    return _count(count or None)
 
 
 def _count(number: int | None) -> str:

@@ -82,8 +82,13 @@ def _split(model_of: Callable[[int], ModelSpec], count: int) -> ModelSpec | None
 
 def _fit(gpu: Gpu, count: int, model: ModelSpec, options: PlanOptions, weight_bytes: int) -> GpuFit:
     cache_bytes = max(0, gpu.usable_bytes - -(-weight_bytes // count))
+    return GpuFit(gpu, count, cache_bytes, _plan(model, replace(options, memory_bytes=cache_bytes)))
+
+
+def _plan(model: ModelSpec, options: PlanOptions) -> Plan | None:
+    if not options.memory_bytes:
+        return None
     try:
-        plan = make_plan(model, replace(options, memory_bytes=cache_bytes))
+        return make_plan(model, options)
     except PlanError:  # too little memory: all else was checked when the model was planned
-        plan = None
-    return GpuFit(gpu, count, cache_bytes, plan)
+        return None
