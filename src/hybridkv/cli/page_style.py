@@ -34,7 +34,8 @@ caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { padding: .28rem .8rem .28rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child { padding-left: .4rem; }
 thead th, thead td { border-bottom: 2px solid var(--ink); vertical-align: bottom; font-weight: 600; }
-tbody th { font-weight: 400; min-width: 7rem; }
+tbody th { font-weight: 400; min-width: 4rem; }
+@media (min-width: 45rem) { tbody th { white-space: nowrap; } }
 td.n, th.n { text-align: right; white-space: nowrap; }
 tr.ours > * { font-weight: 700; background: var(--band); }
 svg { display: block; width: 100%; min-width: 36rem; height: auto; font-size: 12.5px; fill: var(--ink); }

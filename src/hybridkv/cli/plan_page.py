@@ -122,9 +122,9 @@ def _length_figure(plan: Plan, anchor: str, max_model_len: int) -> str:
     rows = [[f"{length:,}", *(f"{fits[name][i]:,}" for name in fits)] for i, length in enumerate(lengths)]
     ticks = [length for length in lengths if length == lengths[-1] or length * _TICK_DISTANCE <= lengths[-1]]
     note = (
-        "Requests share nothing, and each has one working state. A line ends where not one request fits. Uniform: one "
+        "Requests share nothing; each has its working state, if the model has states. A line ends where no request "
+        "fits. Uniform: one page size for all layers, by the rules of vLLM 0.32."
     )
-    note += "page size for all layers, by the rules of vLLM 0.32."
     return (
         text("p", says)
         + _figure(title, line_chart(words, lines, ticks))
@@ -147,7 +147,7 @@ def _packing_figure(plan: Plan, anchor: str, max_model_len: int) -> str:
     says = "; ".join(f"{name}: {shown}" for name, _, shown in bars)
     words = Words(f"{anchor}-packing", title, f"{says}. The table below has all values.", "block size (tokens)", "")
     headers = ["N", "block (tokens)", "page", "padding", f"fit at {max_model_len:,}"]
-    ours = ["hybridkv block", "hybridkv padding", f"hybridkv fit at {max_model_len:,}"]
+    ours = ["hybridkv block", "hybridkv padding", "hybridkv fit"]
     rows = [_packing_row(one, max_model_len) for one in packings]
     return (
         text("p", "A prefix shorter than a block is never shared: smaller blocks share shorter prefixes.")
@@ -202,7 +202,11 @@ def _fewest_table(fits: Sequence[GpuFit], max_model_len: int) -> str:
         for length in lengths
         for count in _REQUEST_COUNTS
     ]
-    return simple_table("Fewest GPUs for so many requests at once", ["requests", *map(_gpu_name, GPUS)], rows)
+    return simple_table(
+        "Fewest GPUs for so many requests at once",
+        ["requests", *(format_bytes(gpu.memory_bytes) for gpu in GPUS)],
+        rows,
+    )
 
 
 def _weights_words(one: PlannedModel) -> str:
