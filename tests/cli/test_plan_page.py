@@ -169,6 +169,17 @@ def test_names_are_escaped(name: str, tmp_path: Path) -> None:
     assert not {tag for tag, _ in page.tags} & {"script", "img"}
 
 
+def test_names_that_are_no_text_are_written_as_escapes(tmp_path: Path) -> None:
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"))
+    try:
+        tiny_config("llama").save_pretrained(tmp_path / "good")
+        (tmp_path / "good").rename(directory)
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has no such names")
+    page = page_of(tmp_path / "page.html", str(directory), "--memory", "64MiB", "--json")
+    assert page.texts["h1"] == ["Cache plan: bad\\udcff"]
+
+
 def test_it_goes_with_the_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--block-size", "32", "--attn-pack-size", "4", "--memory", "20GiB", "--max-model-len", "1000"]
     options += ["--kv-cache-dtype", "fp8", "--taps", "1,2"]

@@ -8,17 +8,20 @@ from pathlib import Path
 
 from hybridkv.errors import DiskError, InputError, is_disk_failure
 
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 def write_file(path: Path, content: str, what: str) -> None:
     """Write `content` to `path`, in place of a file that is there. `what` names it in errors, such as "--html".
 
-    The file is written beside `path` and renamed when it is on the disk. A link is followed.
+    The file is written beside `path` and renamed when it is on the disk. A link is followed. Characters that UTF-8 does
+    not have, as in names of files that are no text, are written as escapes.
     """
     target = check_file(path, what)
     partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
     try:
         mode = target.stat().st_mode & 0o777 if target.exists() else None
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(partial, _FLAGS, 0o666), "w", encoding="utf-8", errors="backslashreplace") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(content)
@@ -26,9 +29,10 @@ def write_file(path: Path, content: str, what: str) -> None:
             os.fsync(file.fileno())
         os.replace(partial, target)
     except OSError as error:
+        raise _cannot_write(path, error, what) from None
+    finally:
         with suppress(OSError):
             os.unlink(partial)
-        raise _cannot_write(path, error, what) from None
 
 
 def check_file(path: Path, what: str) -> Path:

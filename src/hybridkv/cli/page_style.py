@@ -7,11 +7,6 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root {
   --page: #14171b; --ink: #e6e9ed; --soft: #a0abb8; --rule: #343b44; --band: #1d2228;
   --c0: #6cb0ff; --c1: #ff9d66; --c2: #63d28a; --c3: #cf9cff; --c4: #5fd0e4; --c5: #e8c15a; } }
-@media print { :root { color-scheme: light;
-  --page: #ffffff; --ink: #000000; --soft: #444444; --rule: #bbbbbb; --band: #f0f0f0;
-  --c0: #0b5fd3; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #0e7490; --c5: #a16207; }
-  figure, .scroll, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
-  section.model + section.model { break-before: page; } nav { display: none; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 60rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
@@ -49,4 +44,11 @@ svg .s2 { stroke: var(--c2); stroke-dasharray: 2 3; } svg .f2 { fill: var(--c2);
 svg .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; } svg .f3 { fill: var(--c3); }
 svg .s4 { stroke: var(--c4); stroke-dasharray: 4 2; } svg .f4 { fill: var(--c4); }
 svg .s5 { stroke: var(--c5); stroke-dasharray: 12 4; } svg .f5 { fill: var(--c5); }
+@media print { :root { color-scheme: light;
+  --page: #ffffff; --ink: #000000; --soft: #444444; --rule: #bbbbbb; --band: #f0f0f0;
+  --c0: #0b5fd3; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #0e7490; --c5: #a16207; }
+  figure, .scroll, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
+  section.model + section.model { break-before: page; } nav { display: none; }
+  body { padding: 0; font-size: 13px; } .meta, .note, footer { font-size: 11.5px; }
+  table { font-size: 10.5px; } th, td { padding-right: .5rem; } }
 """
