@@ -129,6 +129,7 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "gemma-3-27b", "--row-order", "abc"], "not an order"),
         (["plan", "gemma-3-27b", "--taps", "a,b"], "write it as 0,12,24"),
         (["plan", "gemma-3-27b", "--max-model-len", "0"], "at least 1 token"),
+        (["plan", "gemma-3-27b", "--max-model-len", "1" + "0" * 400], "at most 1,099,511,627,776 tokens"),
         (["plan", "gemma-3-27b", "--nonsense"], "--nonsense"),
         (["plan"], "MODEL"),
         (["nonsense"], "nonsense"),
