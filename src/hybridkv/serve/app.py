@@ -20,7 +20,7 @@ from hybridkv.serve.access import Access, need_operator
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.hidden_states import HiddenStates
-from hybridkv.serve.history import DEFAULT_REQUESTS, History, attach
+from hybridkv.serve.history import DEFAULT_REQUESTS, History
 from hybridkv.serve.inspection import Inspection, add_inspection
 from hybridkv.serve.middleware import Front
 from hybridkv.serve.pages import Pages, add_pages
@@ -104,9 +104,9 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(hidden_states.sweep_forever())
-        detach = attach(history, engine)
+        engine.inspection.on_record(history.receive)
         yield
-        detach()
+        engine.inspection.on_record(None)
         sweeping.cancel()
         service.close()
 

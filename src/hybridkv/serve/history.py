@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridkv.engine import Engine, RequestRecord
+from hybridkv.engine import RequestRecord
 from hybridkv.serve.access import Caller
 
 DEFAULT_REQUESTS = 1000
@@ -219,30 +219,13 @@ class History:
         del self._ended[request]
 
 
-def attach(history: History, engine: Engine) -> Callable[[], None]:
-    """Hand the engine's records to the history, and on to what got them before. Returns what ends that."""
-    before = engine.on_record
-
-    def receive(record: RequestRecord) -> None:
-        history.receive(record)
-        if before is not None:
-            before(record)
-
-    def detach() -> None:
-        if engine.on_record is receive:
-            engine.on_record = before
-
-    engine.on_record = receive
-    return detach
-
-
 def _totals(prompts: list[dict[str, Any]]) -> dict[str, Any]:
     """What the prompts of a request have together."""
     sources = dict.fromkeys(_SOURCES, 0)
     for span in (span for one in prompts for span in one["spans"]):
         sources[span["source"]] += span["end"] - span["start"]
     missing = (one["lookup"]["missing"] for one in prompts if one["lookup"] is not None)
-    why = (reason["text"] for one in prompts for reason in one["why"])
+    why = (_first_sentence(reason["text"]) for one in prompts for reason in one["why"])
     return {
         "cached_tokens": sum(one["cached_tokens"] for one in prompts),
         "reply_tokens": sum(one["reply_tokens"] for one in prompts),
@@ -251,3 +234,8 @@ def _totals(prompts: list[dict[str, Any]]) -> dict[str, Any]:
         "why": next(why, None),
         "by_source": sources,
     }
+
+
+def _first_sentence(text: str) -> str:
+    sentence, dot, _ = text.partition(". ")
+    return sentence + dot.strip()

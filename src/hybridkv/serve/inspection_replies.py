@@ -42,7 +42,6 @@ class GroupCard(BaseModel):
 
 class EvictionCard(BaseModel):
     position: int
-    what: str
     seconds_ago: float
     requests_ago: int
 

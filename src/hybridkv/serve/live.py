@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from hybridkv.engine import Engine
+from hybridkv.engine.inspection.publishing import Snapshot
 from hybridkv.errors import HybridKVError
 from hybridkv.serve.access import Caller
 from hybridkv.serve.failures import error_body, status_of
@@ -35,8 +36,7 @@ _ALIVE = b": alive\n\n"
 _FIRST_STEPS = 300
 _FIRST_REQUESTS = 100
 
-Snapshot = dict[str, Any]
-Serialize = Callable[[Snapshot], Coroutine[Any, Any, str]]
+Serialize = Callable[[dict[str, Any]], Coroutine[Any, Any, str]]
 """Makes the JSON of a prefix snapshot, with the texts of its prefixes."""
 
 
@@ -140,7 +140,7 @@ class Live:
     def _new_steps(self, reader: _Reader) -> bytes | None:
         known = reader.step
         if known not in self._steps:
-            steps = self._engine.live.steps_since(-1 if known is None else known)[-_FIRST_STEPS:]
+            steps = self._engine.inspection.steps_since(-1 if known is None else known)[-_FIRST_STEPS:]
             event = data_event(json.dumps({"steps": steps}), "steps") if steps or known is None else None
             self._steps[known] = event, steps[-1]["n"] if steps else known
         event, last = self._steps[known]
@@ -176,25 +176,25 @@ class Live:
         """Make events of what is new. False: a snapshot that is wanted has not been made yet."""
         wanted = frozenset(topic for reader in self._readers for topic in reader.topics)
         self._engine.check_alive()
-        self._engine.watch(wanted & _SNAPSHOTS)
+        self._engine.inspection.watch(wanted & _SNAPSHOTS)
         self._history.settle()
-        view = self._engine.live
-        if "memory" in wanted and view.memory is not None and self._is_new("memory", view.memory[0]):
-            version, snapshot = view.memory
-            self._frames["memory"] = _Frame(version, data_event(json.dumps(snapshot), "memory"))
-        if "prefixes" in wanted and view.prefixes is not None and self._serializing is None:
-            version, snapshot = view.prefixes
-            if self._is_new("prefixes", version):
-                self._serializing = asyncio.create_task(self._add_prefixes(version, snapshot))
+        memory, prefixes = (self._new(topic) if topic in wanted else None for topic in ("memory", "prefixes"))
+        if memory is not None:
+            self._frames["memory"] = _Frame(memory.version, data_event(json.dumps(memory.data), "memory"))
+        if prefixes is not None and self._serializing is None:
+            self._serializing = asyncio.create_task(self._add_prefixes(prefixes))
         return wanted & _SNAPSHOTS <= set(self._frames)
 
-    def _is_new(self, topic: str, version: int) -> bool:
-        frame = self._frames.get(topic)
-        return frame is None or frame.version != version
+    def _new(self, topic: str) -> Snapshot | None:
+        """The engine's last snapshot, if there is no event of it yet."""
+        frame, latest = self._frames.get(topic), self._engine.inspection.latest(topic)
+        is_known = latest is None or (frame is not None and frame.version == latest.version)
+        return None if is_known else latest
 
-    async def _add_prefixes(self, version: int, snapshot: Snapshot) -> None:
+    async def _add_prefixes(self, snapshot: Snapshot) -> None:
         try:
-            self._frames["prefixes"] = _Frame(version, data_event(await self._serialize_prefixes(snapshot), "prefixes"))
+            event = data_event(await self._serialize_prefixes(snapshot.data), "prefixes")
+            self._frames["prefixes"] = _Frame(snapshot.version, event)
         finally:
             self._serializing = None
         self._next_turn()

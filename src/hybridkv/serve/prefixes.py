@@ -23,9 +23,10 @@ _BEFORE_TOKENS = 256
 _MAX_HEADS = 16384
 """Most texts of prefixes' beginnings that are kept."""
 _HEX = re.compile("(?:[0-9a-f]{2}){1,64}")
-_NEW_S = 0.5
+_TOPIC = "prefixes"
+_NEW_S = 0.2
+"""Time to wait for a newer snapshot. There is none if nothing has changed."""
 _FIRST_S = 5.0
-"""Time to wait for a new snapshot, and for the first one."""
 _POLL_S = 0.02
 
 
@@ -34,6 +35,7 @@ class Prefixes:
 
     def __init__(self, engine: Engine, texts: TokenTexts, tokenizing: Tokenizing) -> None:
         self._engine = engine
+        self._inspection = engine.inspection
         self._texts = texts
         self._tokenizing = tokenizing
         self._heads: dict[tuple[int, ...], str] = {}
@@ -48,47 +50,47 @@ class Prefixes:
 
     async def text(self, key: str) -> PrefixText:
         """The text of a prefix's own tokens, and of some before it."""
-        found = await run_in_threadpool(self._engine.prefix_tokens, _parse(key))
+        found = await run_in_threadpool(self._inspection.prefix_tokens, _parse(key))
         if found is None:
             raise _unknown(key)
-        ids, cut = list(found.token_ids), max(found.start, found.end - MAX_TEXT_TOKENS)
-        before = ids[max(0, found.start - _BEFORE_TOKENS) : found.start]
+        ids, start, end = found.token_ids, found.start, len(found.token_ids)
+        cut = max(start, end - MAX_TEXT_TOKENS)
+        before = ids[max(0, start - _BEFORE_TOKENS) : start]
         text, earlier = await self._tokenized(
-            lambda: (self._texts.joined(ids[cut : found.end]), self._texts.joined(before)), is_long=False
+            lambda: (self._texts.joined(ids[cut:]), self._texts.joined(before)), is_long=False
         )
-        is_cut = cut > found.start
-        return PrefixText(key=key, start=found.start, end=found.end, text=text, is_cut=is_cut, before=earlier)
+        return PrefixText(key=key, start=start, end=end, text=text, is_cut=cut > start, before=earlier)
 
     async def pin(self, key: str, seconds: float) -> PinReply:
-        tokens = await self._on_known(key, lambda name: self._engine.pin_prefix(name, seconds))
+        name = _parse(key)
+        tokens = await run_in_threadpool(self._inspection.pin_prefix, name, seconds)
+        if not tokens and await run_in_threadpool(self._inspection.prefix_tokens, name) is None:
+            raise _unknown(key)
+        if not tokens:
+            raise RequestError(f"prefix {key}: no request can resume from it, so there is nothing to pin", "key")
         return PinReply(key=key, tokens=tokens, expires_in_s=seconds)
 
     async def unpin(self, key: str) -> UnpinReply:
-        if not await self._on_known(key, self._engine.unpin_prefix):
-            raise NotFoundError(f"prefix {key} is not pinned: there is nothing to unpin")
+        if not await run_in_threadpool(self._inspection.unpin_prefix, _parse(key)):
+            raise NotFoundError(f"prefix {key} is not pinned: there is nothing to unpin", "key")
         return UnpinReply(key=key, pinned=False)
 
     async def drop(self, key: str) -> DropReply:
-        return DropReply(key=key, dropped_tokens=await self._on_known(key, self._engine.drop_prefix))
-
-    async def _on_known(self, key: str, work: Callable[[bytes], T]) -> T:
-        """Run `work` on a prefix that the cache has."""
-        name = _parse(key)
-        if await run_in_threadpool(self._engine.prefix_tokens, name) is None:
+        tokens = await run_in_threadpool(self._inspection.drop_prefix, _parse(key))
+        if not tokens:
             raise _unknown(key)
-        return await run_in_threadpool(work, name)
+        return DropReply(key=key, dropped_tokens=tokens)
 
     async def _snapshot(self) -> dict[str, Any]:
         """A snapshot that is newer than this call, if the engine makes one in time."""
-        clock, engine = asyncio.get_running_loop().time, self._engine
-        engine.check_alive()
-        engine.watch(frozenset(("prefixes",)))
-        before, start = engine.live.prefixes, clock()
+        clock = asyncio.get_running_loop().time
+        self._engine.check_alive()
+        before, start = self._inspection.latest(_TOPIC), clock()
+        self._inspection.watch([_TOPIC])
         while True:
-            now = engine.live.prefixes
-            is_new = now is not None and (before is None or now[0] != before[0])
-            if now is not None and (is_new or clock() - start > _NEW_S):
-                return now[1]
+            now = self._inspection.latest(_TOPIC)
+            if now is not None and (now is not before or clock() - start > _NEW_S):
+                return now.data
             if clock() - start > _FIRST_S:
                 raise EngineError(f"the engine has shown no prefixes within {_FIRST_S:g} s: try again")
             await asyncio.sleep(_POLL_S)
@@ -121,4 +123,4 @@ def _parse(key: str) -> bytes:
 
 
 def _unknown(key: str) -> NotFoundError:
-    return NotFoundError(f"the cache has no prefix {key}: it may have been evicted; see /v1/hybridkv/prefixes")
+    return NotFoundError(f"the cache has no prefix {key}: it may have been evicted; see /v1/hybridkv/prefixes", "key")
