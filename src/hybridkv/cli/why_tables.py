@@ -27,7 +27,7 @@ def requests_table(requests: Sequence[Record]) -> Table:
     table = Table(title="Latest requests, the newest first", title_justify="left")
     for header in ("id", "at", "outcome"):
         table.add_column(header, no_wrap=True)
-    for header in ("prompt", "cached", "reply", "first token"):
+    for header in ("prompt", "cached", "reply", "TTFT"):
         table.add_column(header, justify="right")
     table.add_column("missing")
     table.caption = "hybridkv why ID explains one"
@@ -169,10 +169,11 @@ def _store(store: Record) -> Text:
 def _times(prompt: Record) -> Text:
     times = prompt["metrics"]
     text = (
-        f"{prompt['reply_tokens']:,} reply tokens, ended by {printable(prompt['finish_reason'])}. Queue "
-        f"{_seconds(times['queue_s'])}, first token {_seconds(times['ttft_s'])}, all {_seconds(times['total_s'])}, "
-        f"{_seconds(times['per_token_s'])} a token"
+        f"Reply tokens: {prompt['reply_tokens']:,}, ended by {printable(prompt['finish_reason'])}. Queue "
+        f"{_seconds(times['queue_s'])}, first token {_seconds(times['ttft_s'])}, all {_seconds(times['total_s'])}"
     )
+    if times["per_token_s"]:
+        text += f", {_seconds(times['per_token_s'])} a token"
     return Text(text + (f", preempted {times['preemptions']} times" if times["preemptions"] else ""))
 
 
