@@ -146,7 +146,7 @@ def test_nonsense_gets_one_line_and_exit_code_2(
     assert words in captured.err
 
 
-@pytest.mark.parametrize("command", ["plan", "models", "replay", "generate", "chat", "serve", "demo", "store"])
+@pytest.mark.parametrize("command", ["plan", "models", "replay", "generate", "chat", "serve", "demo", "store", "why"])
 def test_help_fits_a_narrow_terminal(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
