@@ -5,6 +5,9 @@ from hybridkv.cache.arena.operations import CopyPage, Operation, OperationBatch,
 from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.index.leaders import Match
+from hybridkv.cache.inspection.explanation import Evicted, Explanation, GroupSupply
+from hybridkv.cache.inspection.memory_map import MemoryMap
+from hybridkv.cache.inspection.prefix_tree import PrefixTree
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.pins import Pin, PinnedPages, PinState
 from hybridkv.cache.retention.named import DEFAULT_POLICY, POLICIES, named_policy
@@ -34,17 +37,22 @@ __all__ = [
     "CheckpointPolicy",
     "CopyPage",
     "Event",
+    "Evicted",
     "EvictionPolicy",
+    "Explanation",
+    "GroupSupply",
     "Kind",
     "Lease",
     "LookupKey",
     "Match",
+    "MemoryMap",
     "NoRoom",
     "Operation",
     "OperationBatch",
     "Pin",
     "PinState",
     "PinnedPages",
+    "PrefixTree",
     "PromptFacts",
     "Rating",
     "Role",

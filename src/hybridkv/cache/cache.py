@@ -22,6 +22,8 @@ from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.leaders import Leaders, Match
 from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.resume import Found, Resume
+from hybridkv.cache.inspection.explanation import Explanation
+from hybridkv.cache.inspection.inspector import Inspector
 from hybridkv.cache.integrity import check_integrity
 from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.layout import CacheGroup, CacheLayout
@@ -66,7 +68,7 @@ class Cache:
         eviction = named_policy(policy) if isinstance(policy, str) else policy
         self._running = Running()
         self._groups = GroupPages(layout, run_operations)
-        self._prefixes = PrefixCache(self._groups, eviction, self.stats, self._events)
+        self._prefixes = PrefixCache(self._groups, eviction, self.stats, self._events, clock)
         compactor = Compactor(self._groups, self._running, self.stats)
         self._reclaimer = Reclaimer(self._prefixes, compactor)
         self._leaders = Leaders(layout.block_tokens)
@@ -74,6 +76,8 @@ class Cache:
         self._step_begin = StepBegin(self._placement, self._reclaimer)
         self._step_end = StepEnd(self._placement)
         self._pins = Pins(self._placement, compactor, clock)
+        self.inspector = Inspector(self._prefixes, self._placement, self._pins)
+        """Views for people: explanations of lookups, the arena as a map, the prefixes as a tree."""
         self._token_group = {group.name: index for index, group in enumerate(layout.token_groups)}
         self._state_group = {group.name: index for index, group in enumerate(layout.state_groups)}
         self._taps = {group.name: group for group in layout.tap_groups}
@@ -92,6 +96,10 @@ class Cache:
                 leases, key.root, found.tokens, num_blocks, resume.position, taps
             )
         return Match(resume.position, resume.matched_tokens, resume.missing, leader, leader_tokens, found)
+
+    def explain(self, match: Match) -> Explanation:
+        """Why a request with this match resumes where it does. Call it before `begin`, which forgets evictions."""
+        return self.inspector.explain(match, self._tap_groups(match.found.key.taps))
 
     def _find(self, packed: bytes, key: LookupKey) -> Found:
         limit, index = len(packed) // TOKEN_BYTES - 1, self._prefixes.index

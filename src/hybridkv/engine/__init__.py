@@ -2,6 +2,8 @@
 
 from hybridkv.engine.chat import render_chat
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.inspection.inspection import Inspection
+from hybridkv.engine.inspection.record import RequestRecord
 from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Result, Update
@@ -17,10 +19,12 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineStats",
+    "Inspection",
     "LayerObserver",
     "MemoryUse",
     "Metrics",
     "Prompt",
+    "RequestRecord",
     "Result",
     "SamplingParams",
     "TokenLogprobs",

@@ -17,6 +17,9 @@ from hybridkv.cache import Cache, Lease, NoRoom, StepTables
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES, LookupKey
 from hybridkv.engine.decoding.launched import Entry, Launched, LookAhead
 from hybridkv.engine.decoding.step_buffer import MAX_ENDS, Moved, Row
+from hybridkv.engine.inspection.publishing import Publishing
+from hybridkv.engine.inspection.record import RequestRecord
+from hybridkv.engine.inspection.views import topics
 from hybridkv.engine.limits import Limits
 from hybridkv.engine.linking.handover import sampled_tokens
 from hybridkv.engine.linking.linking import Linking
@@ -87,6 +90,10 @@ class EngineCore:
         """Total time of each part of a step."""
         self.steps = 0
         self.computed_tokens = 0
+        self.computed_prompt_tokens = 0
+        """The part of `computed_tokens` that is of prompts."""
+        self.scheduled_samples = 0
+        """Samples in steps, all steps together."""
         self.captured_steps = 0
         """Decoding steps that ran as one graph."""
         self._launched: Launched | None = None
@@ -99,6 +106,11 @@ class EngineCore:
         self._arrivals = 0
         if streaming is not None:
             streaming.others_wait = self.others_wait
+        self.publishing = Publishing(lambda: sum(self.seconds.values()), lambda: self.has_work)
+        self.publishing.topics.update(topics(self))
+        self._steps_log = self.publishing.steps
+        self.on_record: Callable[[RequestRecord], None] | None = None
+        """Called with the record of every request that has ended."""
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +134,16 @@ class EngineCore:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
         self._arrivals += 1
-        request = Request(request_id, self._arrivals, prompt, params, key, self.limits.tapped(params))
+        request = Request(
+            request_id,
+            self._arrivals,
+            prompt,
+            params,
+            key,
+            self.limits.tapped(params),
+            self.publishing,
+            has_store=self.streaming is not None,
+        )
         if isinstance(remote, RemoteDecode):
             assert self._prefills is not None
             request.prefill = self._prefills.begin(request, remote)
@@ -145,6 +166,11 @@ class EngineCore:
         On a GPU a decoding step is only submitted: the next call returns its updates, after it has submitted the step
         that follows, if nothing but decoding is to be done.
         """
+        updates = self._step()
+        self._steps_log.note(self)
+        return updates
+
+    def _step(self) -> list[Update]:
         if self._launched is not None:
             launched, self._launched = self._launched, None
             return self._finish(launched)
@@ -174,9 +200,12 @@ class EngineCore:
                 sampled = self._sample(logits, drawing)
         except Exception as error:
             return updates + self._failed(scheduled, error)
+        spent_s = time.perf_counter() - begin
         if self.streaming is None or not self.streaming.is_busy:  # waiting for a store would distort the model's pace
-            num_tokens = sum(tables.end - tables.start for _, tables in scheduled)
-            self.scheduler.pace.observe(num_tokens, time.perf_counter() - begin)
+            self.scheduler.pace.observe(sum(tables.end - tables.start for _, tables in scheduled), spent_s)
+        for sample, tables in scheduled:
+            if tables.start < sample.request.prompt_tokens:
+                sample.request.log.computed(tables.start, min(tables.end, sample.request.prompt_tokens), spent_s)
         with self._timed("commit"):
             return updates + self._commit(scheduled, drawing, sampled)
 
@@ -225,6 +254,7 @@ class EngineCore:
             return self._failed([Scheduled(one.sample, one.tables) for one in entries if one.is_alive], error)
         self.captured_steps += 1
         self.computed_tokens += len(entries)
+        self.scheduled_samples += len(entries)
         self._ran()
         self._drop_aborted(entries)
         drawn = list(zip(entries, sampled, strict=True))
@@ -375,6 +405,8 @@ class EngineCore:
             tokens = np.frombuffer(packed, dtype=np.int32)
             work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
             self.computed_tokens += tables.end - tables.start
+            self.computed_prompt_tokens += max(0, min(tables.end, sample.request.prompt_tokens) - tables.start)
+        self.scheduled_samples += len(scheduled)
         logits = self.runner.run(work)
         self._ran()
         return logits
@@ -602,16 +634,27 @@ class EngineCore:
                 sample.hidden = self.runner.taps.read(tables, numbers, sample.lease.computed)
             if self.streaming is not None:
                 self.streaming.dump_reply(sample)
-        self.scheduler.remove(sample)
         request = sample.request
+        if sample.lease is not None:
+            request.log.ends(self.cache, sample.lease)
+        self.scheduler.remove(sample)
         if len(request.samples) < request.num_samples:
             request.num_samples = len(request.samples)  # it ended before the others were forked
         if request.prefill is not None and self._prefills is not None and request.is_over:
             self._prefills.offer(request, request.prefill)
-        update = sample.take_update()
-        if update.result is not None:
-            del self._requests[sample.request.id]
-        return update
+        if request.is_over:
+            del self._requests[request.id]
+            self._record(request)
+        return sample.take_update()
+
+    def _record(self, request: Request) -> None:
+        with self.publishing.counted():
+            request.record = request.log.record(request)
+            if self.on_record is not None:
+                try:
+                    self.on_record(request.record)
+                except Exception:  # the requests of the engine go on
+                    LOG.exception("a record of request %s was refused", request.id)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

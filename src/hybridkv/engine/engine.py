@@ -20,6 +20,7 @@ from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import Message, check_text, render_chat
 from hybridkv.engine.compiling import check_compile
+from hybridkv.engine.inspection.inspection import Inspection
 from hybridkv.engine.loading.checkpoint import choose_device, load
 from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.loop import EngineLoop
@@ -158,6 +159,7 @@ class Engine:
         self._linking = self._core.linking
         if self._linking is not None:
             self._linking.on_event = self._tend_link
+        self._inspection = Inspection(self._core, self._loop)
         self._numbers = itertools.count()
         self._identity = loaded.identity
 
@@ -203,9 +205,11 @@ class Engine:
         *,
         cache_salt: str = "",
         kv_transfer_params: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
     ) -> AsyncIterator[Update]:
         """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request.
 
+        `request_id`: its name in updates, results and records; no other running request may have it.
         `kv_transfer_params`: {"do_remote_decode": True} ends the request after its first token and keeps its prompt for
         another engine; that engine gets the result's `kv_transfer_params`, with the same prompt and parameters.
         """
@@ -220,7 +224,7 @@ class Engine:
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        request_id = self._submit(ready, chosen, key, sink, remote)
+        request_id = self._submit(ready, chosen, key, sink, remote, request_id)
         done = False
         try:
             while not done:
@@ -313,6 +317,11 @@ class Engine:
         stats = self._loop.call(lambda: EngineStats.of(self._core))
         return stats if self._streaming is None else replace(stats, store=self._streaming.streamer.store.stats)
 
+    @property
+    def inspection(self) -> Inspection:
+        """What people see of the engine: snapshots of its memory, its last steps, records, and pins by hand."""
+        return self._inspection
+
     def model_digest(self) -> str:
         """A digest of the model's weights and configuration: the same for the same model, wherever it lies."""
         if not self._identity:
@@ -380,8 +389,10 @@ class Engine:
         key: LookupKey,
         sink: Any,
         remote: RemoteDecode | RemotePrefill | None = None,
+        request_id: str | None = None,
     ) -> str:
-        request_id = f"request-{next(self._numbers)}"
+        if request_id is None:
+            request_id = f"request-{next(self._numbers)}"
         self._loop.add(request_id, sink, lambda: self._core.add(request_id, prompt, params, key, remote))
         return request_id
 

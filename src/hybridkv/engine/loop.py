@@ -55,6 +55,8 @@ class EngineLoop:
 
         with self._door:
             self.check_alive()
+            if request_id in self._sinks:
+                raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
             self._sinks[request_id] = sink
             self._submit(start)
 
@@ -110,6 +112,7 @@ class EngineLoop:
         try:
             while self._take_in():
                 self._deliver(self._core.step())
+                self._core.publishing.refresh()
             for request_id in list(self._sinks):
                 self._deliver(self._core.abort(request_id))
         except BaseException as error:  # a bug: callers must not wait forever

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from hybridkv.cache import Lease, LookupKey, Match
 from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
+from hybridkv.engine.inspection.publishing import Publishing
+from hybridkv.engine.inspection.record import RequestRecord
+from hybridkv.engine.inspection.request_log import RequestLog
 from hybridkv.engine.prompts import Prompt
 from hybridkv.engine.results import Completion, Metrics, Received, Result, Update
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampled, TokenLogprobs
 from hybridkv.engine.sampling.sampling_state import SamplingState
 from hybridkv.engine.streaming.transfer import Stage, Transfer
-from hybridkv.engine.taps import NO_TAPS, Tapped
+from hybridkv.engine.taps import Tapped
 from hybridkv.engine.text import TextStream
 from hybridkv.stream import BlockKeys, Streamer
 
@@ -126,6 +129,7 @@ class Sample:
         assert self.lease is not None
         if self.request.started_s is None:
             self.request.started_s = time.monotonic()
+            self.request.log.note("started", end=self.lease.cached_tokens)
             self.request.cached_tokens = min(self.lease.cached_tokens, self.request.prompt_tokens)
 
     def keys(self, streamer: Streamer) -> BlockKeys:
@@ -153,7 +157,9 @@ class Sample:
         """Append one sampled token; finish the sample if it is the last one."""
         request, params, token = self.request, self.request.params, sampled.token
         now = time.monotonic()
-        request.first_token_s = request.first_token_s or now
+        if request.first_token_s is None:
+            request.first_token_s = now
+            request.log.note("first token")
         request.last_token_s = now
         self.token_ids.append(token)
         if sampled.logprobs is not None:
@@ -218,7 +224,10 @@ class Request:
         prompt: Prompt,
         params: SamplingParams,
         key: LookupKey,
-        tapped: Tapped = NO_TAPS,
+        tapped: Tapped,
+        publishing: Publishing,
+        *,
+        has_store: bool,
     ) -> None:
         self.id = request_id
         self.number = number
@@ -245,6 +254,9 @@ class Request:
         self.received: Received | None = None
         """What came from another engine."""
         self.arrived_s = time.monotonic()
+        self.log = RequestLog(publishing, self.arrived_s, has_store=has_store)
+        self.record: RequestRecord | None = None
+        """Set once all its samples have ended."""
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -265,13 +277,14 @@ class Request:
             self.prompt.token_ids,
             self.cached_tokens,
             completions,
-            self._metrics(),
+            self.metrics(),
             self.tapped.names,
             self.kv_transfer_params,
             self.received,
+            self.record,
         )
 
-    def _metrics(self) -> Metrics:
+    def metrics(self) -> Metrics:
         now = time.monotonic()
         first = self.first_token_s or now
         last = self.last_token_s or now

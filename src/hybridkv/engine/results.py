@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridkv.engine.inspection.record import RequestRecord
 from hybridkv.engine.sampling.sampler import TokenLogprobs
 
 
@@ -73,6 +74,8 @@ class Result:
     """For a prompt that was computed for another engine: what that engine needs to fetch it."""
     received: Received | None = None
     """For a prompt that came from another engine."""
+    record: RequestRecord | None = field(default=None, compare=False, repr=False)
+    """Where its prompt came from, and why not more was cached."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -158,7 +158,9 @@ class Scheduler:
         """Whether another sample is computing this one's prefix and waiting for it pays off."""
         if not self.cache.follow(match):
             return False
-        self.followed += not sample.has_followed
+        if not sample.has_followed:
+            self.followed += 1
+            sample.request.log.note("waits for another request", end=match.leader_tokens)
         sample.has_followed = True
         return True
 
@@ -166,6 +168,8 @@ class Scheduler:
         request = sample.request
         self.waiting.remove(sample)
         match, sample.match = sample.match, None
+        if match is not None:
+            request.log.looks_up(self.cache, match)
         sample.lease = self.cache.begin(sample.tokens, sample.key, breakpoints=request.breakpoints, match=match)
         sample.started()
         if self.streaming is not None:
@@ -226,11 +230,13 @@ class Scheduler:
 
     def _preempt(self, sample: Sample) -> None:
         assert sample.lease is not None
+        computed = sample.lease.computed
         self.running.remove(sample)
         self.cache.release(sample.lease)
         sample.lease = None
         sample.transfer = None
         sample.preemptions += 1
+        sample.request.log.note("preempted", end=computed)
         self.preempted += 1
         self._is_full = True
         self.add(sample)

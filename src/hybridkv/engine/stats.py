@@ -59,6 +59,8 @@ class EngineStats:
     """Samples that waited for another request to compute their prefix."""
     seconds: dict[str, float]
     """Total time of each part of a step."""
+    publish_seconds: float
+    """Time of the engine's thread for records and, while there was work, for snapshots. `seconds` has some of it."""
     cache: CacheStats
     memory: MemoryUse
     stream: StreamStats | None
@@ -81,6 +83,7 @@ class EngineStats:
             preemptions=core.scheduler.preempted,
             followed=core.scheduler.followed,
             seconds=dict(core.seconds),
+            publish_seconds=core.publishing.seconds,
             cache=replace(counted, misses=Counter(counted.misses)),
             memory=MemoryUse.of(core.cache, core.runner.memory.plan.arena_bytes),
             stream=core.streaming.streamer.snapshot() if core.streaming is not None else None,

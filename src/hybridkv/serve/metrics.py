@@ -205,6 +205,8 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for part, spent in stats.seconds.items():
         seconds.add_metric([part], spent)
     yield seconds
+    text = "Of the engine's thread, for records of requests and for those who watch"
+    yield _count("publish_seconds", text, stats.publish_seconds)
 
 
 def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:

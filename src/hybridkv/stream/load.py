@@ -22,9 +22,11 @@ from hybridkv.stream.openings import Openings
 from hybridkv.stream.requests import PageRequest
 from hybridkv.stream.row_io import PageBytes
 from hybridkv.stream.source import Source
+from hybridkv.stream.times import RowTime
 from hybridkv.workers import Workers
 
 _ALL_LAYERS = 1 << 30
+_MOST_ROW_TIMES = 2048
 
 
 class _Task(NamedTuple):
@@ -71,12 +73,14 @@ class Load:
         self.failure: str | None = None
         """Reason of the first failure: missing, corrupt, unknown, fault, error, timeout or aborted."""
         self.error: BaseException | None = None
+        self.rows: list[RowTime] = []
+        """When rows came; at most `_MOST_ROW_TIMES` of them."""
         self._pages = pages
         self._ordered = pages.order()
         self._is_plain = catalogue.is_plain
         self._deadline = deadline
         self._clock = clock
-        self._began = clock()
+        self.began = clock()
         self._good_until = self.end
         self._changed = threading.Condition()
         self._openings = Openings(store)
@@ -179,6 +183,7 @@ class Load:
                 return  # given up
             task = self._waiting.popleft()
             self._num_reading += 1
+        start = self._clock()
         try:
             self._read(task)
         except MissingObject as error:
@@ -191,7 +196,7 @@ class Load:
             self._fail("fault", task.start, error)
         except BaseException as error:  # any other error: the request computes these tokens instead
             self._fail("error", task.start, error)
-        self._read_over(task, on_over)
+        self._read_over(task, start, on_over)
 
     def _read(self, task: _Task) -> None:
         staged = self._pages.stage(task.chunk.nbytes(task.source.num_tokens))
@@ -218,11 +223,15 @@ class Load:
             self._waiting = deque(task for task in self._waiting if task.end <= self._good_until)
             self._changed.notify_all()
 
-    def _read_over(self, task: _Task, on_over: Callable[[], None]) -> None:
+    def _read_over(self, task: _Task, start: float, on_over: Callable[[], None]) -> None:
+        row, now = task.chunk.row, self._clock()
         with self._changed:
+            if len(self.rows) < _MOST_ROW_TIMES:
+                nbytes = task.chunk.nbytes(task.source.num_tokens)
+                self.rows.append(RowTime(task.source.group.name, row.first_layer, row.last_layer, nbytes, start, now))
             self._left[task.needed_at] -= 1
             self._num_reading -= 1
-            self.seconds = self._clock() - self._began
+            self.seconds = now - self.began
             self._changed.notify_all()
             is_read = self._is_read
         if is_read:

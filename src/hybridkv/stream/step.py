@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 
 from hybridkv.stream.dump import Dumper, Outgoing
 from hybridkv.stream.load import Load
+from hybridkv.stream.times import LayerTime
 
 STEP_WAIT_S = 0.05
 """Longest time that a step waits for rows, all loads and layers together, while other requests wait.
@@ -34,6 +35,8 @@ class StepTransfers:
         self.late: set[Hashable] = set()
         """Owners of loads that the step no longer waits for."""
         self.wait_seconds = 0.0
+        self.layers: list[LayerTime] = []
+        """When layers ran, if any load is part of the step."""
         self.has_run = False
         self._dumper = dumper
         self._others_wait = others_wait or _never
@@ -56,7 +59,11 @@ class StepTransfers:
             self._due.setdefault(chunk.row.last_layer, []).append((outgoing, number))
 
     def before_layer(self, layer: int) -> None:
+        before = self.wait_seconds
         self._wait_for_all(lambda load, most_s: load.wait(layer, most_s))
+        if self.loads:
+            now = time.monotonic()
+            self.layers.append(LayerTime(layer, now, now, self.wait_seconds - before))
 
     def _wait_for_all(self, wait: Callable[[Load, float], bool]) -> None:
         """Wait for the loads that are not late. `wait`: waits for one; False if the time has passed before its end."""
@@ -77,6 +84,8 @@ class StepTransfers:
                 return is_there
 
     def after_layer(self, layer: int) -> None:
+        if self.layers and self.layers[-1].layer == layer:
+            self.layers[-1] = self.layers[-1]._replace(end=time.monotonic())
         for outgoing, number in self._due.pop(layer, ()):
             self._dumper.chunk(outgoing, number)
 

@@ -7,7 +7,8 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from hybridkv.cache.arena.group_pages import GroupPages
 from hybridkv.cache.arena.pages import NULL_PAGE
@@ -21,7 +22,14 @@ from hybridkv.cache.stats import CacheStats, Events
 class PrefixCache:
     """Nodes and checkpoints."""
 
-    def __init__(self, groups: GroupPages, eviction: EvictionPolicy, stats: CacheStats, events: Events) -> None:
+    def __init__(
+        self,
+        groups: GroupPages,
+        eviction: EvictionPolicy,
+        stats: CacheStats,
+        events: Events,
+        seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
         layout = groups.layout
         self.groups = groups
         self.stats = stats
@@ -30,7 +38,7 @@ class PrefixCache:
         self.needs_checkpoints = layout.needs_checkpoints
         self.index = Index(layout.block_tokens, len(layout.token_groups))
         self.queue = EvictionQueue(layout, eviction)
-        self.history = History(self.queue, layout.block_tokens)
+        self.history = History(self.queue, layout.block_tokens, seconds)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ best position would be wrong: two state groups can both have states, but at diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ class ResumeRule:
         best, why = self._best_checkpoint(path, tokens, limit, taps)
         position = best.position if best else 0
         if not self.has_states:
-            aligned, lacking = self._best_boundary(path, taps)
+            aligned, lacking = self.best_boundary(path, self.local, taps)
             why = why or lacking
             if aligned * self.block_tokens > position or best is None:
                 best, position = None, aligned * self.block_tokens
@@ -90,6 +90,15 @@ class ResumeRule:
     ) -> tuple[Checkpoint | None, Missing | None]:
         """The deepest checkpoint on the path that can be resumed, and what the deepest unusable one lacks."""
         why: Missing | None = None
+        for checkpoint in self.reachable(path, tokens, limit):
+            lacks = self.lacks(path, checkpoint, taps)
+            if lacks is None:
+                return checkpoint, why
+            why = why or lacks
+        return None, why
+
+    def reachable(self, path: Sequence[PathNode], tokens: bytes | bytearray, limit: int) -> Iterator[Checkpoint]:
+        """The checkpoints on the path whose tokens match, at most at `limit`, the deepest first."""
         for depth in range(len(path) - 1, -1, -1):
             node, num_blocks = path[depth]
             reached = node.start + num_blocks
@@ -98,19 +107,14 @@ class ResumeRule:
                 if block > reached or checkpoint.position > limit:
                     continue
                 tail = checkpoint.tail_tokens
-                if tail and not tokens.startswith(tail, block * self.block_tokens * TOKEN_BYTES):
-                    continue
-                lacks = self._lacks(path, checkpoint, block, taps)
-                if lacks is None:
-                    return checkpoint, why
-                why = why or lacks
-        return None, why
+                if not tail or tokens.startswith(tail, block * self.block_tokens * TOKEN_BYTES):
+                    yield checkpoint
 
-    def _lacks(
-        self, path: Sequence[PathNode], checkpoint: Checkpoint, block: int, taps: Sequence[int]
-    ) -> Missing | None:
+    def lacks(self, path: Sequence[PathNode], checkpoint: Checkpoint, taps: Sequence[int]) -> Missing | None:
+        """What a checkpoint on the path lacks; None if a request can resume there."""
         if None in checkpoint.states:
             return Missing.STATE
+        block = checkpoint.position // self.block_tokens
         for index, group in self.local:
             if _last_hole(path, index, self._first_block(group, checkpoint.position), block) != NO_HOLE:
                 return Missing.WINDOW
@@ -120,8 +124,13 @@ class ResumeRule:
                 return Missing.TAP
         return None
 
-    def _best_boundary(self, path: Sequence[PathNode], taps: Sequence[int]) -> tuple[int, Missing | None]:
-        """The last block boundary whose windows and taps are present; for layouts without states."""
+    def best_boundary(
+        self, path: Sequence[PathNode], local: Sequence[tuple[int, CacheGroup]], taps: Sequence[int]
+    ) -> tuple[int, Missing | None]:
+        """The last block boundary at which these local groups and taps have what they need, and what a later one lacks.
+
+        A layout without states can be resumed there.
+        """
         last = path[-1]
         block = last.node.start + last.num_blocks
         why: Missing | None = None
@@ -132,7 +141,7 @@ class ResumeRule:
         settled = False
         while not settled:
             settled = True
-            for index, group in self.local:
+            for index, group in local:
                 hole = _last_hole(path, index, self._first_block(group, block * self.block_tokens), block)
                 if hole != NO_HOLE:
                     # With a window, every boundary inside a run of holes lacks a block, so skip the whole run.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace, nsmallest
+from itertools import islice
 
 from hybridkv.cache.index.tree import Checkpoint, Node
 from hybridkv.cache.layout import CacheLayout, Role
@@ -13,6 +14,8 @@ from hybridkv.cache.retention.policy import Candidate, EvictionPolicy, Kind, Num
 Item = Node | Checkpoint
 _WEIGH_EVERY = 8
 """Number of requests after which values are computed again."""
+_MOST_LOOKED_AT = 1024
+"""Most entries of a lane or of bare nodes that `first` looks at."""
 
 
 class _Lane:
@@ -46,6 +49,12 @@ class _Lane:
                 return item
         return None
 
+    def first(self, count: int) -> list[Item]:
+        """The `count` oldest items, among those that the heap has near its top. Items that were used since may come
+        too early."""
+        near = nsmallest(2 * count, self._heap[:_MOST_LOOKED_AT])
+        return [item for _, ticket, item in near if ticket == item.ticket][:count]
+
     def weigh(self, key: Numbers, policy: EvictionPolicy, now: int, oldest_age: int) -> None:
         """Compute the value of the oldest item, unless that was done recently: values change slowly."""
         oldest = self.oldest()
@@ -78,7 +87,7 @@ class EvictionQueue:
 
     def offer(self, item: Item) -> Rating:
         """Add an item to the lane of its current rating."""
-        rating, before = self.policy.rate(self._facts(item)), item.rating
+        rating, before = self.policy.rate(self.facts(item)), item.rating
         if before is not None and before.lane == rating.lane:  # already there; the lane checks `last_used` itself
             item.rating = rating
             return rating
@@ -115,12 +124,35 @@ class EvictionQueue:
             if not _may_go(item):
                 self.withdraw(item)
                 continue
-            before, rating = item.rating, self.policy.rate(self._facts(item))
+            before, rating = item.rating, self.policy.rate(self.facts(item))
             if before is not None and rating.lane == before.lane:
                 self.withdraw(item)
                 return item, rating
             self.offer(item)  # its lane has changed
         return None
+
+    def first(self, count: int, now: int) -> list[tuple[Item, float | None]]:
+        """The items that `pop` would return next, with their values (None for a bare node). Nothing is removed.
+
+        Items in use are left out. The order is as of now: each eviction may change it.
+        """
+        bare = [node for node in islice(self._bare, _MOST_LOOKED_AT) if not node.gone and _may_go(node)]
+        found: list[tuple[Item, float | None]] = [(node, None) for node in bare[:count]]
+        oldest_age = self._oldest_age(now)
+        rated: list[tuple[float, int, Item]] = []
+        for key, lane in self._lanes.items():
+            for item in lane.first(count):
+                if _may_go(item):
+                    rated.append((self.policy.value(key, now - item.last_used, oldest_age), item.ticket, item))
+        rated.sort(key=lambda one: one[:2])
+        found += [(item, value) for value, _, item in rated]
+        return found[:count]
+
+    def value(self, item: Item, now: int) -> float | None:
+        """The current value of an item; None if it is not queued."""
+        if item.rating is None:
+            return None
+        return self.policy.value(item.rating.lane, now - item.last_used, self._oldest_age(now))
 
     def _least(self, now: int) -> Item | None:
         """The item of least value among the oldest items of all lanes."""
@@ -152,7 +184,8 @@ class EvictionQueue:
         for item in candidates:
             assert item in filed or item in self._bare, "something may be evicted, but nobody will"
 
-    def _facts(self, item: Item) -> Candidate:
+    def facts(self, item: Item) -> Candidate:
+        """An item as policies see it."""
         if isinstance(item, Node):
             tokens, end = item.num_blocks * self._block_tokens, item.end * self._block_tokens
             num_bytes = item.num_blocks * self._block_bytes

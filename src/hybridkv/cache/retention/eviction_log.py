@@ -19,6 +19,8 @@ class Eviction(NamedTuple):
     """Its cohort in the eviction policy."""
     last_used: int
     is_superseded: bool
+    evicted_at: int = 0
+    """Number of the request during which it was evicted."""
 
 
 class EvictionLog:
@@ -43,6 +45,12 @@ class EvictionLog:
             return None
         deepest = next(key for key in reversed(keys) if key in self._by_key)
         return self._by_key.pop(deepest)
+
+    def deepest(self, keys: Sequence[bytes]) -> Eviction | None:
+        """The deepest entry among consecutive blocks. It stays in the log."""
+        if self._by_key.keys().isdisjoint(keys):
+            return None
+        return self._by_key[next(key for key in reversed(keys) if key in self._by_key)]
 
     def clear(self) -> None:
         self._by_key.clear()

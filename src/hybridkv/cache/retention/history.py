@@ -5,18 +5,22 @@ It holds no pages. A lease reports what it reuses at its first commit, so a leas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from array import array
+from collections.abc import Callable, Sequence
 
 from hybridkv.cache.index.tree import Checkpoint, Node
 from hybridkv.cache.retention.eviction import EvictionQueue, Item, is_superseded
 from hybridkv.cache.retention.eviction_log import Eviction, EvictionLog
 from hybridkv.cache.retention.policy import Kind, Numbers, Rating
 
+_NUM_TIMES = 1 << 16
+
 
 class Lineage:
     """The earlier requests that one request continues, and the items it reuses. Only `History` changes it."""
 
-    __slots__ = ("continued_from", "has_recalled", "lessons", "resumed_from", "turn")
+    __slots__ = ("continued_from", "has_recalled", "lessons", "recalled", "resumed_from", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
@@ -28,6 +32,8 @@ class Lineage:
         self.resumed_from: Checkpoint | None = None
         self.has_recalled = False
         """Whether its reuse of an evicted item has been counted."""
+        self.recalled: Eviction | None = None
+        """The deepest evicted item whose blocks it has computed again."""
 
     def fork(self) -> Lineage:
         """Lineage of a fork: the same turn. Reused items count once, for the lease that was forked."""
@@ -39,13 +45,28 @@ class Lineage:
 class History:
     """The reuse history of one cache. Time is counted in requests."""
 
-    def __init__(self, queue: EvictionQueue, block_tokens: int) -> None:
+    def __init__(self, queue: EvictionQueue, block_tokens: int, seconds: Callable[[], float] = time.monotonic) -> None:
         self.clock = 0
         """Number of times that a lease was attached to the index."""
         self.log = EvictionLog()
+        self._seconds = seconds
+        self._times = array("d", [seconds()]) * _NUM_TIMES
+        """A ring: the time of each of the last values of `clock`."""
         self._queue = queue
         self._policy = queue.policy
         self._block_tokens = block_tokens
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Count a request."""
+        self.clock += 1
+        self._times[self.clock % _NUM_TIMES] = self._seconds()
+
+    def seconds_since(self, clock: int) -> float:
+        """Seconds since `clock` had this value; too few if that was more than `_NUM_TIMES` requests ago."""
+        known = max(clock, self.clock - _NUM_TIMES + 1)
+        return max(0.0, self._seconds() - self._times[known % _NUM_TIMES])
 
     # --- kept ---------------------------------------------------------------------------------------------------------
 
@@ -111,7 +132,7 @@ class History:
 
     def evicted(self, item: Item, rating: Rating | None) -> None:
         """Log an item that is about to be evicted, with its rating."""
-        if rating is None or not rating.cohort:
+        if rating is None:
             return
         if isinstance(item, Node):
             node, position, turn, superseded = item, item.end * self._block_tokens, item.turn + 1, False
@@ -121,7 +142,8 @@ class History:
             turn, superseded = item.turn + item.num_hits + 1, is_superseded(item)
         block = position // self._block_tokens - 1 - node.start
         if 0 <= block < node.num_blocks:
-            self.log.remember(node.keys[block], Eviction(position, turn, rating.cohort, item.last_used, superseded))
+            eviction = Eviction(position, turn, rating.cohort, item.last_used, superseded, self.clock)
+            self.log.remember(node.keys[block], eviction)
 
     def recall(self, lineage: Lineage, keys: Sequence[bytes]) -> None:
         """Record that a request uses blocks with these keys, in case an evicted item ended at one of them.
@@ -129,7 +151,11 @@ class History:
         An item that was evicted in several pieces has several entries, but counts once per request.
         """
         eviction = self.log.recall(keys)
-        if eviction is None or eviction.position <= lineage.continued_from:
+        if eviction is None:
+            return
+        if lineage.recalled is None or lineage.recalled.position < eviction.position:
+            lineage.recalled = eviction
+        if eviction.position <= lineage.continued_from or not eviction.cohort:
             return
         if not lineage.has_recalled:
             self._policy.learn_reused(eviction.cohort, self.clock - eviction.last_used)

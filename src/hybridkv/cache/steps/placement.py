@@ -49,7 +49,7 @@ class Placement:
     def attach(self, lease: Lease, path: Sequence[PathNode], resume: Resume) -> None:
         """Put the lease at the position of `resume`. Allocates no pages: the first `extend` copies a tail."""
         groups, prefixes, position = self.groups, self.prefixes, resume.position
-        prefixes.history.clock += 1
+        prefixes.history.tick()
         block = position // self.block_tokens
         leaf = self._node_ending_at(lease, path, block)
         leaf.refs += 1

@@ -84,6 +84,7 @@ class Streaming:
         assert transfer.fetch is not None
         if transfer.fetch.is_late:
             self.streamer.stats.slow_lookups += 1
+            sample.request.log.store_ended("slow")
             transfer.end()
             return True
         return transfer.fetch.is_answered
@@ -109,6 +110,7 @@ class Streaming:
         limit = len(tokens) // TOKEN_BYTES - 1
         keys, taps = sample.keys(self.streamer), sample.key.taps
         start, matched = match.num_tokens, match.matched_tokens
+        sample.request.log.note("asks the store", start=start)
         return Transfer(self.streamer.find(keys, tokens, start, limit, matched=matched, taps=taps))
 
     def started(self, sample: Sample, *, is_alone: bool) -> None:
@@ -120,6 +122,7 @@ class Streaming:
         assert transfer.fetch is not None
         self.streamer.stats.failed_lookups += transfer.fetch.has_failed
         if transfer.fetch.position <= lease.computed:
+            sample.request.log.store_ended("lookup failed" if transfer.fetch.has_failed else "nothing more")
             transfer.end()
             return
         self.streamer.stats.found += 1
@@ -140,9 +143,11 @@ class Streaming:
         count = transfer.position - lease.computed
         tables = self._cache.extend(lease, count, num_loaded=count)
         if isinstance(tables, NoRoom):
+            sample.request.log.store_ended("no room", transfer.position)
             transfer.end()
             return
         load = self._load(sample, lease, tables)
+        sample.request.log.note("loads", load.start, load.end)
         transfer.begin(Stage.LOADING, lease, load)
         self._loading.append(sample)
 
@@ -169,6 +174,7 @@ class Streaming:
             self._load_alone(sample, lease, transfer)
             return None
         load = self._load(sample, lease, tables)
+        sample.request.log.note("loads", load.start, load.end)
         transfer.begin(Stage.IN_STEP, lease, load)
         self._open_step().loads[sample] = load
         return tables
@@ -192,6 +198,7 @@ class Streaming:
     def _end_load(self, sample: Sample) -> None:
         self._loading.remove(sample)
         self.streamer.ended(_load_of(sample), "async")
+        sample.request.log.loaded(_load_of(sample), "async")
         self._commit(sample)
         assert sample.transfer is not None
         sample.transfer.end()
@@ -327,6 +334,7 @@ class Streaming:
             assert isinstance(sample, Sample)
             assert sample.transfer is not None
             self.streamer.ended(load, "layerwise")
+            sample.request.log.loaded(load, "layerwise", tuple(step.layers))
             sample.transfer.end()
         step.publish()
 

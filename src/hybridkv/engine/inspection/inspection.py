@@ -1,0 +1,111 @@
+"""An engine as people see it, on any thread: snapshots, steps, records, and prefixes pinned or dropped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from hybridkv.cache import Pin
+from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.engine.core import EngineCore
+from hybridkv.engine.inspection.publishing import Snapshot
+from hybridkv.engine.inspection.record import RequestRecord
+from hybridkv.engine.inspection.views import unpacked
+from hybridkv.engine.loop import EngineLoop
+from hybridkv.errors import RequestError
+
+_MOST_PINNED = 0.5
+"""Share of the slabs that pins may keep in place."""
+
+
+class PrefixTokens(NamedTuple):
+    """A run of cached tokens, and the tokens before it."""
+
+    start: int
+    """Where the run begins."""
+    token_ids: list[int]
+    """From the first token of the prompt to the end of the run."""
+
+
+class Inspection:
+    """One engine."""
+
+    def __init__(self, core: EngineCore, loop: EngineLoop) -> None:
+        self._core = core
+        self._loop = loop
+        self._publishing = core.publishing
+        self._pins: dict[bytes, Pin] = {}
+        """Pins by the key of the run's first block. Only the engine's thread uses it."""
+
+    # --- snapshots, steps and records ---------------------------------------------------------------------------------
+
+    def watch(self, topics: Iterable[str]) -> None:
+        """Have snapshots of these topics ("memory", "prefixes") built for the next five seconds."""
+        self._publishing.watch(topics)
+        self._loop.post(self._publishing.refresh)
+
+    def latest(self, topic: str) -> Snapshot | None:
+        """The last snapshot of a topic. It stays the last one while nothing changes."""
+        return self._publishing.latest(topic)
+
+    def steps_since(self, n: int) -> list[dict[str, Any]]:
+        """The steps after number `n`, as far as they are kept."""
+        return self._publishing.steps.since(n)
+
+    def on_record(self, call: Callable[[RequestRecord], None] | None) -> None:
+        """Call `call` with the record of every request that ends, on the engine's thread: it must return at once."""
+        self._core.on_record = call
+
+    # --- prefixes by hand ---------------------------------------------------------------------------------------------
+
+    def prefix_tokens(self, key: bytes) -> PrefixTokens | None:
+        """A run by the key of its first block. None: it is not cached any more."""
+        found = self._loop.call(lambda: self._core.cache.inspector.prefix(key))
+        return None if found is None else PrefixTokens(found[2], unpacked(found[1]))
+
+    def pin_prefix(self, key: bytes, seconds: float) -> int:
+        """Keep a prefix up to the end of a run for `seconds`. Returns the number of tokens that are kept.
+
+        0: it is not cached, or nothing of it can be resumed from.
+        """
+        return self._loop.call(lambda: self._pin(key, seconds))
+
+    def unpin_prefix(self, key: bytes) -> bool:
+        """End a pin. Returns whether there was one."""
+        return self._loop.call(lambda: self._unpin(key))
+
+    def drop_prefix(self, key: bytes) -> int:
+        """Remove a run and all that continues it from the cache. Returns the number of tokens; 0: it is not cached."""
+        return self._loop.call(lambda: self._drop(key))
+
+    def _pin(self, key: bytes, seconds: float) -> int:
+        cache = self._core.cache
+        found = cache.inspector.prefix(key)
+        if found is None:
+            return 0
+        self._unpin(key)
+        lookup_key, tokens, _ = found
+        pin = cache.pin(tokens, seconds, lookup_key)
+        if cache.pinned_slabs() > _MOST_PINNED * cache.layout.num_slabs:
+            cache.unpin(pin)
+            count = len(tokens) // TOKEN_BYTES
+            raise RequestError(f"a pin of {count} tokens: pins would keep more than half of the memory; unpin others")
+        if not pin.num_tokens:
+            cache.unpin(pin)
+            return 0
+        self._pins[key] = pin
+        return pin.num_tokens
+
+    def _unpin(self, key: bytes) -> bool:
+        pin = self._pins.pop(key, None)
+        if pin is None or pin.ended is not None:
+            return False
+        self._core.cache.unpin(pin)
+        return True
+
+    def _drop(self, key: bytes) -> int:
+        cache = self._core.cache
+        below = cache.inspector.keys_below(key)
+        for pinned in [one for one in self._pins if one in below]:
+            self._unpin(pinned)
+        return cache.inspector.drop(key)
