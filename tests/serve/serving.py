@@ -50,7 +50,7 @@ def serving(
     engine: Engine, served_model_name: str = MODEL, *, shutdown_timeout: int = 5, **options: Any
 ) -> Iterator[Served]:
     server, ready = Server("127.0.0.1", 0), threading.Event()
-    app = make_app(engine, ServeOptions(served_model_name, **options))
+    app = make_app(engine, ServeOptions(served_model_name, **{"is_local": server.is_local, **options}))
     thread = threading.Thread(target=lambda: server.run(app, shutdown_timeout=shutdown_timeout, on_ready=ready.set))
     thread.start()
     try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hybridkv.serve import HiddenFolder, Server
 
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
+OPERATOR_KEY_VARIABLE = "HYBRIDKV_OPERATOR_KEY"
 _HIGHEST_PORT = 65535
 _LEAST_BODY_BYTES = 1024
 
@@ -52,6 +53,15 @@ def serve_command(
             metavar="KEY", help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."
         ),
     ] = None,
+    operator_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help=f"The operator's key: it shows all requests and what is cached. Also: ${OPERATOR_KEY_VARIABLE}.",
+        ),
+    ] = None,
+    history: Annotated[int, typer.Option(help="Ended requests whose records are kept; 0: none.")] = 1000,
+    no_ui: Annotated[bool, typer.Option("--no-ui", help="Serve no page at /.")] = False,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
     ] = 1024,
@@ -128,11 +138,13 @@ def serve_command(
 ) -> None:
     """Serve a model to any client of OpenAI's API, until Ctrl-C or SIGTERM."""
     serve = _serve()
-    keys = api_keys(api_key or [])
+    keys, operator = api_keys(api_key or []), _operator_key(operator_key)
     max_body_bytes = parse_size(max_body)
     check_server_options(port, max_body_bytes, shutdown_timeout)
     if max_waiting < 1:
         raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
+    if history < 0:
+        raise InputError(f"history {history}: choose a number of requests, or 0 to keep none")
     check_choice("log format", log_format, serve.LOG_FORMATS)
     check_choice("log level", log_level, serve.LOG_LEVELS)
     layers = _hidden_layers(hidden_layers, hidden_states_dir)
@@ -163,6 +175,10 @@ def serve_command(
                 max_waiting=max_waiting,
                 hidden_folder=folder,
                 hidden_layers=layers,
+                operator_key=operator,
+                is_local=server.is_local,
+                history=history,
+                ui=not no_ui,
             ),
         )
         gc.collect()
@@ -170,11 +186,15 @@ def serve_command(
         server.run(
             app,
             shutdown_timeout=shutdown_timeout,
-            on_ready=lambda: _announce(engine, server, model_name, keys, _places(options.store or [], folder)),
+            on_ready=lambda: _announce(
+                engine, server, model_name, keys, _places(options.store or [], folder), has_page=not no_ui
+            ),
         )
 
 
-def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], places: list[str]) -> None:
+def _announce(
+    engine: Engine, server: Server, model_name: str, keys: tuple[str, ...], places: list[str], *, has_page: bool
+) -> None:
     """The address, the plan, the stores and directories, and a line to try it with."""
     plan, out = engine.plan, console()
     reason = ", which is all that fits: --memory gives it more" if engine.is_short_of_memory else ""
@@ -189,8 +209,11 @@ def _announce(engine: Engine, server: Server, model_name: str, keys: tuple[str, 
         out.print(f"  {escape(place)}", highlight=False, soft_wrap=True)
     if engine.link is not None:
         out.print(f"  {_about(engine.link)}", highlight=False, soft_wrap=True)
+    page = "a page to look inside: /, " if has_page else ""
     out.print(
-        f"\nServing at [bold]{server.url}[/] (API: /openapi.json, and /docs with internet). Try it:\n", highlight=False
+        f"\nServing at [bold]{server.url}[/] ({page}API: /openapi.json, and /docs with internet). Try it:\n",
+        highlight=False,
+        soft_wrap=True,
     )
     out.print(_curl(server.url, model_name, bool(keys)) + "\n", highlight=False, soft_wrap=True, markup=False)
     if not server.is_local and not keys:
@@ -268,10 +291,20 @@ def api_keys(given: list[str]) -> tuple[str, ...]:
     An empty one is refused from the environment too: what was meant to be closed must not be open.
     """
     keys = [*given, os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else given
-    for key in keys:
-        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-            raise InputError("an API key that is empty or has other than printable ASCII: it could not be sent")
-    return tuple(keys)
+    return tuple(check_key("an API key", key) for key in keys)
+
+
+def check_key(what: str, key: str) -> str:
+    """A key that can be sent in a header."""
+    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise InputError(f"{what} that is empty or has other than printable ASCII: it could not be sent")
+    return key
+
+
+def _operator_key(given: str | None) -> str | None:
+    """The operator's key, of the option or of $HYBRIDKV_OPERATOR_KEY."""
+    key = given if given is not None else os.environ.get(OPERATOR_KEY_VARIABLE)
+    return None if key is None else check_key("an operator key", key)
 
 
 def check_server_options(port: int, max_body_bytes: int, shutdown_timeout: int) -> None:

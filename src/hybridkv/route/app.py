@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,7 @@ from hybridkv import __version__
 from hybridkv.errors import InputError
 from hybridkv.route.pool import Pool
 from hybridkv.route.router import Router
+from hybridkv.serve.access import Access
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.middleware import Front
 from hybridkv.serve.replies import Health
@@ -67,11 +69,11 @@ def make_router(options: RouteOptions) -> Front:
     answer_failures(app)
     _add_endpoints(app, router)
 
-    def count(path: str, outcome: str) -> None:
+    def count(path: str, outcome: str, state: Mapping[str, Any]) -> None:
         if path in (COMPLETIONS, CHAT):
             router.metrics.ended(outcome)
 
-    return Front(app, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, on_end=count)
+    return Front(app, access=Access(options.api_keys), max_body_bytes=options.max_body_bytes, on_end=count)
 
 
 def _add_endpoints(app: FastAPI, router: Router) -> None:

@@ -16,10 +16,14 @@ from starlette.responses import Response
 from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
 from hybridkv.renamed import refuses_old_names
+from hybridkv.serve.access import Access, need_operator
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.hidden_states import HiddenStates
+from hybridkv.serve.history import DEFAULT_REQUESTS, History
+from hybridkv.serve.inspection import Inspection, add_inspection
 from hybridkv.serve.middleware import Front
+from hybridkv.serve.pages import Pages, add_pages
 from hybridkv.serve.replies import (
     ChatReply,
     CompletionReply,
@@ -39,6 +43,7 @@ from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeRequest
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "Something in the request is wrong"},
     401: {"model": ErrorReply, "description": "An API key is needed"},
+    403: {"model": ErrorReply, "description": "Not for this caller"},
     404: {"model": ErrorReply, "description": "There is no such model"},
     413: {"model": ErrorReply, "description": "The body is too large"},
     429: {"model": ErrorReply, "description": "Too many requests wait; Retry-After says when to try again"},
@@ -76,18 +81,32 @@ class ServeOptions:
     """Where hidden states are written for requests that ask for them. None: they are refused."""
     hidden_layers: tuple[int | str, ...] = ()
     """Layers for requests with `return_token_ids` that do not have the field `hidden_states`."""
+    operator_key: str | None = None
+    """The key of the operator, who sees all requests and what is cached. It is also a valid API key."""
+    is_local: bool = False
+    """Whether only this machine reaches the server. Without any key, its callers are then the operator."""
+    history: int = DEFAULT_REQUESTS
+    """Ended requests whose records are kept. 0: none."""
+    ui: bool = True
+    """Whether there is a page at /."""
 
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The caller still owns the engine and closes it."""
     name = options.served_model_name
     hidden_states = HiddenStates(engine, options.hidden_folder, options.hidden_layers)
-    service = Service(engine, name, options.root or name, options.max_waiting, hidden_states)
+    history = History(options.history)
+    service = Service(engine, name, options.root or name, options.max_waiting, hidden_states, history)
+    access = Access(options.api_keys, options.operator_key, is_local=options.is_local, has_page=True)
+    inspection = Inspection(service, access)
+    service.metrics.add_inspection(history, inspection.live)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(hidden_states.sweep_forever())
+        engine.inspection.on_record(history.receive)
         yield
+        engine.inspection.on_record(None)
         sweeping.cancel()
         service.close()
 
@@ -96,8 +115,13 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     _add_text(app, service)
     _add_link(app, service)
     _add_tokens(app, service)
-    _add_care(app, service)
-    return Front(app, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, on_end=service.count)
+    _add_care(app, service, access)
+    add_inspection(app, inspection)
+    if options.ui:
+        add_pages(app, Pages())
+    return Front(
+        app, access=access, max_body_bytes=options.max_body_bytes, on_end=service.end, on_stop=inspection.live.stop
+    )
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -146,7 +170,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return await service.answer_tokens(request, body)
 
 
-def _add_care(app: FastAPI, service: Service) -> None:
+def _add_care(app: FastAPI, service: Service, access: Access) -> None:
     @app.get("/health", responses={503: {"model": ErrorReply}}, response_model=Health)
     async def health() -> Health | Response:
         """Whether requests can be served."""
@@ -162,8 +186,10 @@ def _add_care(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/admin/cache/reset")
-    async def reset_cache() -> ResetReply:
+    async def reset_cache(request: Request) -> ResetReply:
         """Drop everything cached in memory. Running requests continue; data in a store can still be loaded."""
+        if access.has_operator_key:
+            need_operator(request)
         await run_in_threadpool(service.engine.reset_cache)
         return ResetReply(reset=True)
 

@@ -28,15 +28,36 @@ _SUBJECT = re.compile("^(Input|List|String|Dictionary)(?= should)")
 RETRY_AFTER_S = 1
 _MAX_CHARS = 1000
 """Most characters of an error message, since it may quote what a client sent."""
-_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
-class UnknownModelError(RequestError):
+class KeyNeededError(RequestError):
+    """The request has no valid key."""
+
+
+class ForbiddenError(RequestError):
+    """The caller may not do this."""
+
+
+class NotFoundError(RequestError):
+    """There is no such thing, or it is not the caller's."""
+
+
+class UnknownModelError(NotFoundError):
     """The request names a model that is not served."""
 
 
 class TooLongError(RequestError):
     """The prompt leaves no room for a reply."""
+
+
+_STATUSES: dict[type[HybridKVError], int] = {KeyNeededError: 401, ForbiddenError: 403, NotFoundError: 404}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> str:
@@ -54,10 +75,11 @@ def failure(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def status_of(error: HybridKVError) -> int:
-    """404: unknown model. 429: too busy, retry later. 503: stopped or stopping. 507: no space for
-    hidden states now. 400: bad input. 500: all else."""
-    if isinstance(error, UnknownModelError):
-        return 404
+    """401: no valid key. 403: not allowed. 404: unknown model or request. 429: too busy, retry later. 503: stopped or
+    stopping. 507: no space for hidden states now. 400: bad input. 500: all else."""
+    for kind, status in _STATUSES.items():
+        if isinstance(error, kind):
+            return status
     if isinstance(error, TooBusyError):
         return 429
     if isinstance(error, NoSpaceError):

@@ -62,6 +62,8 @@ class Admission:
 class PromptBatch(NamedTuple):
     """The prompts of one HTTP request, and their parameters."""
 
+    id: str
+    """The id of the reply; the engine's requests are named after it."""
     prompts: Sequence[Prompt]
     params: SamplingParams
     cache_salt: str
@@ -75,7 +77,11 @@ class PromptBatch(NamedTuple):
         async def listen(number: int, prompt: Prompt) -> None:
             try:
                 updates = engine.stream(
-                    prompt, self.params, cache_salt=self.cache_salt, kv_transfer_params=self.kv_transfer_params
+                    prompt,
+                    self.params,
+                    cache_salt=self.cache_salt,
+                    kv_transfer_params=self.kv_transfer_params,
+                    request_id=f"{self.id}-{number}",
                 )
                 async for update in updates:
                     news.put_nowait((number, update))

@@ -14,7 +14,9 @@ from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
 from hybridkv.errors import DiskError
 from hybridkv.link.stats import LinkStats
 from hybridkv.serve.hidden_folder import HiddenFolder
+from hybridkv.serve.history import History
 from hybridkv.serve.jobs import Admission
+from hybridkv.serve.live import Live
 from hybridkv.store import StoreStats
 from hybridkv.stream import StreamStats
 
@@ -113,6 +115,9 @@ class Metrics:
         for outcome in OUTCOMES:
             self._requests.labels(outcome)  # start at 0, so that Prometheus sees the first failure as an increase
 
+    def add_inspection(self, history: History, live: Live) -> None:
+        self._registry.register(_InspectionCollector(history, live))
+
     def finished(self, results: Sequence[Result]) -> None:
         """Record the results of finished prompts."""
         for result in results:
@@ -190,6 +195,21 @@ class _HiddenCollector(Collector):
             usage = self._folder.usage()
             yield _gauge("hidden_states_files", "In the directory of hidden states", usage.files)
             yield _gauge("hidden_states_bytes", "In the directory of hidden states", usage.nbytes)
+
+
+class _InspectionCollector(Collector):
+    """Counts what is kept and watched at every scrape."""
+
+    def __init__(self, history: History, live: Live) -> None:
+        self._history = history
+        self._live = live
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("history_requests", "Requests whose records are kept", self._history.num_requests)
+        yield _gauge("inspection_streams", "Open streams of live events", self._live.num_streams)
 
 
 def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -1,35 +1,32 @@
 """Middleware before every endpoint: API keys, body size limit, request ids, access log.
 
-The request's state has its `request_id`. Endpoints may set two fields of it: `facts` for the log, and `outcome` where
-the status does not show it (a stream's status is sent before its outcome is known).
+The request's state has its `request_id` and its `caller`. Endpoints may set two fields of it: `facts` for the log, and
+`outcome` where the status does not show it (a stream's status is sent before its outcome is known).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hybridkv.serve.access import KEY_NEEDED, Access
 from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure
 from hybridkv.serve.jobs import StoppingError
 from hybridkv.units import format_bytes
 
 LOG = logging.getLogger("hybridkv.serve")
-_OPEN_PATHS = frozenset(("/health", "/metrics"))
-"""Paths that need no key: they are for monitoring, and reveal nothing about requests."""
-_QUIET_PATHS = _OPEN_PATHS
 _OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy", NO_SPACE: "busy"}
 
-Ended = Callable[[str, str], None]
-"""Called with the path and the outcome of every request."""
+Ended = Callable[[str, str, Mapping[str, Any]], None]
+"""Called with the path, the outcome and the state of every request."""
 
 
 class _Visit:
@@ -66,8 +63,7 @@ class _Visit:
             self.is_answered = not message.get("more_body", False)
         await self._send(message)
 
-    def log(self) -> None:
-        level = logging.DEBUG if self.path in _QUIET_PATHS else logging.INFO
+    def log(self, level: int) -> None:
         facts = {
             "request": self.id,
             "method": self._method,
@@ -83,10 +79,20 @@ class _Visit:
 class Front:
     """ASGI middleware around an application."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_end: Ended) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        max_body_bytes: int,
+        on_end: Ended,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_stop`: called on the event loop when the server begins to stop."""
+        self.stop = on_stop
         self._app = app
         self._on_end = on_end
-        self._keys = [key.encode() for key in api_keys]
+        self._access = access
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,10 +100,10 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers, visit = Headers(scope=scope), _Visit(scope, send)
+        caller = visit.state["caller"] = self._access.caller(headers)
         try:
-            if not self._may_enter(visit.path, headers):
-                refused = failure(401, "a valid API key is needed: send it as 'Authorization: Bearer KEY'")
-                await refused(scope, receive, visit.tell)
+            if not self._access.may_enter(visit.path, caller):
+                await failure(401, KEY_NEEDED)(scope, receive, visit.tell)
             else:
                 await self._app(scope, self._limited(headers, receive), visit.tell)
         except asyncio.CancelledError:  # for example while a slow body is read
@@ -111,16 +117,8 @@ class Front:
                 raise
             LOG.error("a bug", exc_info=error, extra={"facts": {"request": visit.id}})
         finally:
-            visit.log()
-            self._on_end(visit.path, visit.outcome)
-
-    def _may_enter(self, path: str, headers: Headers) -> bool:
-        if not self._keys or path in _OPEN_PATHS:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
-        matches = [hmac.compare_digest(given, known) for known in self._keys]  # compare all keys: constant time
-        return scheme.lower() == "bearer" and any(matches)
+            visit.log(logging.DEBUG if self._access.is_open(visit.path) else logging.INFO)
+            self._on_end(visit.path, visit.outcome, visit.state)
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         """A `receive` that refuses too large bodies as soon as their size is known, and does not buffer them."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from hybridkv.errors import InputError
 from hybridkv.renamed import refuses_old_names
+from hybridkv.serve.middleware import Front
 
 LOG = logging.getLogger("hybridkv.serve")
 _BACKLOG = 2048
@@ -64,7 +65,8 @@ class Server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # uvicorn raises the signal again after its shutdown: that must not keep the engine from closing.
                 signal.signal(number, lambda *_: None)
-        _Stoppable(config, self._stopped, shutdown_timeout, on_ready).run(sockets=[self._socket])
+        on_stop = app.stop if isinstance(app, Front) else lambda: None
+        _Stoppable(config, self._stopped, shutdown_timeout, on_ready, on_stop).run(sockets=[self._socket])
 
     def stop(self) -> None:
         """Stop serving; `run` returns soon. May be called on any thread."""
@@ -79,12 +81,18 @@ class _Stoppable(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, stopped: threading.Event, shutdown_timeout: int, on_ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        stopped: threading.Event,
+        shutdown_timeout: int,
+        on_ready: Callable[[], None],
+        on_stop: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._stopped = stopped
         self._shutdown_timeout = shutdown_timeout
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -98,6 +106,7 @@ class _Stoppable(uvicorn.Server):
         state = self.server_state
         for server in self.servers:
             server.close()
+        self._on_stop()
         if state.tasks:
             facts = {"requests": len(state.tasks), "shutdown_timeout": self._shutdown_timeout}
             LOG.info("stopping: a second Ctrl-C waits for nobody", extra={"facts": facts})

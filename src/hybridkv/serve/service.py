@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -14,14 +14,16 @@ from starlette.responses import Response
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link.params import RemoteDecode
+from hybridkv.serve.access import caller_of
 from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
 from hybridkv.serve.hidden_states import HiddenStates
+from hybridkv.serve.history import Entry, History, PromptEntry
 from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
 from hybridkv.serve.metrics import Metrics
 from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat
 from hybridkv.serve.replies import ModelCard
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
-from hybridkv.serve.streams import DONE, EventStream
+from hybridkv.serve.streams import DONE, EventStream, data_event
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
 from hybridkv.serve.token_texts import TokenTexts
 from hybridkv.serve.tokenizing import Tokenizing
@@ -39,20 +41,27 @@ class Service:
     """One engine under one model name."""
 
     def __init__(
-        self, engine: Engine, model_name: str, root: str, max_waiting: int, hidden_states: HiddenStates
+        self,
+        engine: Engine,
+        model_name: str,
+        root: str,
+        max_waiting: int,
+        hidden_states: HiddenStates,
+        history: History,
     ) -> None:
         self.engine = engine
         self.model_name = model_name
         self.root = root
         self.admission = Admission(max_waiting)
         self.hidden_states = hidden_states
+        self.history = history
         self.metrics = Metrics(engine, self.admission, hidden_states.folder)
-        self._texts = TokenTexts(engine.tokenizer)
+        self.texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
-        self._tokenizing = Tokenizing(engine)
+        self.tokenizing = Tokenizing(engine)
 
     def close(self) -> None:
-        self._tokenizing.close()
+        self.tokenizing.close()
         self.hidden_states.close()
 
     def card(self) -> ModelCard:
@@ -64,10 +73,12 @@ class Service:
         if name not in (None, "", self.model_name, self.root):
             raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
 
-    def count(self, path: str, outcome: str) -> None:
+    def end(self, path: str, outcome: str, state: Mapping[str, Any]) -> None:
         """Count a finished request. Called for every path."""
         if path in (COMPLETIONS, CHAT):
             self.metrics.ended(outcome)
+        if "reply_id" in state:
+            self.history.end(state["reply_id"], outcome)
 
     async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
         """Tokenize or detokenize. The tokenizing thread also serializes the reply, since it may be long."""
@@ -79,7 +90,7 @@ class Service:
         """Run `work` on a tokenizing thread while the client is connected. `field`: the field to name in errors."""
         size = len(await request.body())
         try:
-            return await while_connected(request.receive, self._tokenizing.run(work, size))
+            return await while_connected(request.receive, self.tokenizing.run(work, size))
         except RequestError as error:
             if error.param is not None:
                 raise
@@ -95,10 +106,12 @@ class Service:
             asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
-            batch = PromptBatch(asked.prompts, params, body.cache_salt or "", ticket, body.kv_transfer_params)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
             ids = [prompt.token_ids for prompt in asked.prompts] if body.return_token_ids else None
-            reply_format = speak(self.model_name, self._texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
+            reply_format = speak(self.model_name, self.texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
+            salt, transfer = body.cache_salt or "", body.kv_transfer_params
+            batch = PromptBatch(reply_format.id, asked.prompts, params, salt, ticket, transfer)
+            self._begin(request, batch)
             if body.stream:
                 return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.called)
             results, written = await while_connected(request.receive, self._results(batch))
@@ -107,6 +120,20 @@ class Service:
             raise
         self._note(request, results)
         return Response(reply_format.whole(results, written).model_dump_json(), media_type="application/json")
+
+    def _begin(self, request: Request, batch: PromptBatch) -> None:
+        """Put a request into the history. The middleware tells its end."""
+        request.state.reply_id = batch.id
+        entry = Entry(
+            batch.id,
+            request.state.request_id,
+            caller_of(request).owner,
+            request.url.path,
+            self.model_name,
+            sum(prompt.num_tokens for prompt in batch.prompts),
+            [PromptEntry() for _ in batch.prompts],
+        )
+        self.history.begin(entry)
 
     def _check_transfer(self, body: AnyRequest) -> None:
         """Refuse a transfer that cannot be had before anything is tokenized."""
@@ -139,7 +166,7 @@ class Service:
 
     async def _events(
         self, request: Request, batch: PromptBatch, reply_format: ReplyFormat, wants_usage: bool
-    ) -> AsyncGenerator[str]:
+    ) -> AsyncGenerator[bytes]:
         """The events of a stream. Its status is sent before the first one, so later errors are sent as events."""
         results: dict[int, Result] = {}
         try:
@@ -150,15 +177,15 @@ class Service:
                     if update.finish_reason not in (None, "stop", "length"):
                         continue  # sent below, once its error is known
                     for piece in reply_format.pieces(number, update):
-                        yield piece.model_dump_json()
+                        yield data_event(piece.model_dump_json())
             ordered = [results[number] for number in sorted(results)]
             self._note(request, ordered)
             reply_format.choices(ordered)
             if wants_usage:
-                yield reply_format.usage_piece(ordered).model_dump_json()
+                yield data_event(reply_format.usage_piece(ordered).model_dump_json())
         except HybridKVError as error:
             request.state.outcome = "failed"
-            yield error_body(status_of(error), str(error))
+            yield data_event(error_body(status_of(error), str(error)))
         yield DONE
 
     def _note(self, request: Request, results: Sequence[Result]) -> None:

@@ -11,7 +11,14 @@ from starlette.types import Receive, Scope, Send
 from hybridkv.serve.failures import error_body, status_of
 from hybridkv.serve.jobs import ClientGone, StoppingError, while_connected
 
-DONE = "[DONE]"
+
+def data_event(data: str, name: str | None = None) -> bytes:
+    """An event as it is sent. `data` has one line."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n".encode()
+
+
+DONE = data_event("[DONE]")
 
 
 class EventStream(Response):
@@ -19,11 +26,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], on_end: Callable[[], None], last_event: bytes | None = DONE
+    ) -> None:
+        """`events`: as they are sent. `last_event`: follows the error of a server that stops; None: neither is sent."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
+        self._last_event = last_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -32,8 +43,9 @@ class EventStream(Response):
                 await while_connected(receive, self._send_all(send))
             except StoppingError as error:
                 scope["state"]["outcome"] = "stopped"
-                for event in (error_body(status_of(error), str(error)), DONE):
-                    await _send_event(send, event)
+                if self._last_event is not None:
+                    await _send_event(send, data_event(error_body(status_of(error), str(error))))
+                    await _send_event(send, self._last_event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGone, OSError):
             scope["state"]["outcome"] = "disconnected"
@@ -46,5 +58,5 @@ class EventStream(Response):
                 await _send_event(send, event)
 
 
-async def _send_event(send: Send, event: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+async def _send_event(send: Send, event: bytes) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": True})

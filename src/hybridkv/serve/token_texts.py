@@ -1,13 +1,14 @@
-"""Texts of single tokens."""
+"""Texts of tokens."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
 class TokenTexts:
-    """Texts of single tokens, for logprobs."""
+    """Texts of tokens, for logprobs and records."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -17,4 +18,11 @@ class TokenTexts:
         if self._tokenizer is None:
             return f"token:{token}"
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that follow each other."""
+        if self._tokenizer is None:
+            return " ".join(map(self._text, tokens))
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
