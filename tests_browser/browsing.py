@@ -57,6 +57,7 @@ class Page:
         self.url = url
         self.driver.get(f"{url}/{'#' + tab if tab else ''}")
         if key is not None:
+            self.refusals_expected.add(401)  # of the call that tells the page that a key is needed
             self.give_key(key)
 
     def give_key(self, key: str) -> None:
@@ -84,6 +85,10 @@ class Page:
 
     def all(self, css: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def count(self, css: str) -> int:
+        found: int = self.js("return document.querySelectorAll(arguments[0]).length", css)
+        return found
 
     def one(self, css: str) -> WebElement:
         """The first element, as soon as there is one."""

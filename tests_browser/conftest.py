@@ -22,29 +22,56 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
     driver.quit()
 
 
+class Servers:
+    """Servers of the session. All that its tests need are launched at once."""
+
+    def __init__(self, names: set[str], store: Path) -> None:
+        keys = [option for key in KEYS for option in ("--api-key", key)]
+        options = {
+            "server": [],
+            "keyed": [*keys, "--operator-key", OPERATOR, "--served-model-name", HOSTILE_NAME],
+            "stored": ["--operator-key", OPERATOR, "--store", f"file://{store}?size=1GiB"],
+            "without_page": ["--no-ui"],
+        }
+        self._launched = {name: Served(*options[name]) for name in options if name in names}
+
+    def get(self, name: str) -> Served:
+        return self._launched[name].wait()
+
+    def stop(self) -> None:
+        for served in self._launched.values():
+            served.stop()
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[Served]:
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    servers = Servers(names, tmp_path_factory.mktemp("stored") / "store")
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture(scope="session")
+def server(servers: Servers) -> Served:
     """Without keys: who calls from this machine is the operator."""
-    served = Served()
-    yield served
-    served.stop()
+    return servers.get("server")
 
 
 @pytest.fixture(scope="session")
-def keyed() -> Iterator[Served]:
+def keyed(servers: Servers) -> Served:
     """With keys, and with a model whose name is markup."""
-    keys = [option for key in KEYS for option in ("--api-key", key)]
-    served = Served(*keys, "--operator-key", OPERATOR, "--served-model-name", HOSTILE_NAME)
-    yield served
-    served.stop()
+    return servers.get("keyed")
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Served]:
-    """With a store of files, so that a restart forgets nothing."""
-    served = Served("--store", f"file://{tmp_path}/store")
-    yield served
-    served.stop()
+@pytest.fixture(scope="session")
+def stored(servers: Servers) -> Served:
+    """With a key for the operator alone, and a store of files, so that a restart forgets nothing."""
+    return servers.get("stored")
+
+
+@pytest.fixture(scope="session")
+def without_page(servers: Servers) -> Served:
+    return servers.get("without_page")
 
 
 @pytest.fixture

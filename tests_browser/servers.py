@@ -18,18 +18,23 @@ SMALL = ("--memory", "64MiB", "--device", "cpu", "--shutdown-timeout", "1")
 
 
 class Served:
-    """A server that answers. `start` may be called again after `stop`: it has the same address then."""
+    """A server that starts in the background. `launch` may be called again after `stop`: it has the same address."""
 
     def __init__(self, *options: str, **environment: str) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._options = options
-        self._environment = {**os.environ, **environment}
+        self._environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }  # threads that spin slow a busy machine
         self._process: subprocess.Popen[str] | None = None
         self._log: list[str] = []
-        self.start()
+        self._is_ready = threading.Event()
+        self.launch()
 
-    def start(self) -> None:
+    def launch(self) -> None:
         command = [str(Path(sys.executable).with_name("hybridkv")), "serve", *SMALL, "--port", str(self.port)]
         process = subprocess.Popen(
             [*command, *self._options],
@@ -39,11 +44,16 @@ class Served:
             text=True,
         )
         self._process = process
-        is_ready = threading.Event()
-        threading.Thread(target=self._read, args=(process, is_ready), daemon=True).start()
-        if not is_ready.wait(PATIENCE_S) or process.poll() is not None:
+        self._is_ready = threading.Event()
+        threading.Thread(target=self._read, args=(process, self._is_ready), daemon=True).start()
+
+    def wait(self) -> Served:
+        """Return as soon as it answers."""
+        is_ready = self._is_ready.wait(PATIENCE_S)
+        if not is_ready or self._process is None or self._process.poll() is not None:
             self.stop()
             raise RuntimeError(f"the server has not started:\n{''.join(self._log)}")
+        return self
 
     def stop(self) -> None:
         process, self._process = self._process, None

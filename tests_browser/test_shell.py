@@ -49,6 +49,7 @@ def visit(page: Page, tab: str) -> None:
 
 
 def test_the_shell_needs_no_key_and_nothing_from_elsewhere(page: Page, keyed: Served) -> None:
+    page.refusals_expected = {401}
     page.open(keyed.url)
     page.one("#key-input")
     paths = [sent["url"].removeprefix(keyed.url) for sent in page.requests()]
@@ -136,7 +137,7 @@ def test_text_has_contrast(page: Page, server: Served, scheme: str) -> None:
 def test_a_normal_key_sees_its_own_requests_and_no_prefixes(page: Page, keyed: Served) -> None:
     mine = keyed.chat("A question of the first key.", KEYS[0])["id"]
     other = keyed.chat("A question of the second key.", KEYS[1])["id"]
-    page.refusals_expected = {404}
+    page.refusals_expected.add(404)
     page.open(keyed.url, "requests", KEYS[0])
     page.one(f"tr[data-id='{mine}']")
     assert not page.all(f"tr[data-id='{other}']")
@@ -155,11 +156,21 @@ def test_the_operator_sees_all_requests(page: Page, keyed: Served) -> None:
     page.one(".node")
 
 
-def test_a_server_without_the_page() -> None:
-    served = Served("--no-ui")
-    try:
-        assert httpx.get(f"{served.url}/").status_code == 404
-        assert httpx.get(f"{served.url}/ui/app.js").status_code == 404
-        assert httpx.get(f"{served.url}/v1/hybridkv/whoami").status_code == 200
-    finally:
-        served.stop()
+def test_a_server_without_the_page(without_page: Served) -> None:
+    assert httpx.get(f"{without_page.url}/").status_code == 404
+    assert httpx.get(f"{without_page.url}/ui/app.js").status_code == 404
+    assert httpx.get(f"{without_page.url}/v1/hybridkv/whoami").status_code == 200
+
+
+def test_where_only_the_operator_has_a_key_chats_need_none(page: Page, stored: Served) -> None:
+    page.open(stored.url)
+    page.type("#message", "Who are you?" + Keys.ENTER)
+    page.until_text(".turn.assistant .facts", "No record of this request: give a key")
+    page.go("requests")
+    page.give_key(OPERATOR)
+    page.one(".records tbody tr")
+    page.refusals_expected = {401}
+    page.click("#key")
+    page.one("#key-input")
+    page.go("chat")
+    page.one("#message")

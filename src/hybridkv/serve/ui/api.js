@@ -4,6 +4,7 @@ import { readEvents } from "./sse.js";
 
 const KEY = "hybridkv.key";
 const ROOT = "/v1/hybridkv";
+const WHOAMI = `${ROOT}/whoami`;
 const FIRST_BACKOFF_MS = 500;
 const MAX_BACKOFF_MS = 8000;
 
@@ -31,7 +32,7 @@ async function call(path, options = {}) {
   const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
   if (response.ok) return response;
   const message = await errorText(response);
-  if (response.status === 401) signals.dispatchEvent(new Event("unauthorized"));
+  if (response.status === 401 && path !== WHOAMI) signals.dispatchEvent(new Event("unauthorized"));
   throw new ApiError(response.status, message);
 }
 
@@ -48,7 +49,7 @@ async function errorText(response) {
 const json = async (path, options) => (await call(ROOT + path, options)).json();
 const segment = encodeURIComponent;
 
-export const whoami = () => json("/whoami");
+export const whoami = async () => (await call(WHOAMI)).json();
 export const listRequests = () => json("/requests?limit=100");
 export const getRecord = (id) => json(`/requests/${segment(id)}`);
 export const getTokens = (id, prompt, start, end) =>

@@ -15,7 +15,7 @@ const tabs = document.getElementById("tabs");
 const connection = document.getElementById("connection");
 const keyButton = document.getElementById("key");
 
-/** What views know of the caller: {is_operator, key_needed, key_ok, model, version}. */
+/** What views know of the caller: {is_operator, key_needed, key_ok, model, version, may_chat}. */
 let caller = null;
 let views = {};
 let shown = null;
@@ -26,14 +26,23 @@ function route() {
   return { name: name in VIEWS ? name : "chat", argument: rest.length > 0 ? decodeURIComponent(rest.join("/")) : null };
 }
 
+/** Chats need no key where only the operator has one. */
+const needsKey = (name) => caller.key_needed && !caller.key_ok && !(caller.may_chat && name === "chat");
+
 function show() {
-  if (caller === null || (caller.key_needed && !caller.key_ok)) return;
+  if (caller === null) return;
   const { name, argument } = route();
   for (const link of tabs.children) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   shown?.hide();
+  shown = null;
+  say("", "");
+  if (needsKey(name)) {
+    askForKey(null);
+    return;
+  }
   views[name] ??= VIEWS[name](caller);
   shown = views[name];
   if (main.firstChild !== shown.element) put(main, shown.element);
@@ -66,7 +75,11 @@ function askForKey(note) {
   input.focus();
 }
 
-function forgetKey() {
+function changeKey() {
+  if (!getKey()) {
+    askForKey(null);
+    return;
+  }
   setKey(null);
   start(false);
 }
@@ -74,10 +87,10 @@ function forgetKey() {
 async function start(wasGiven) {
   clearTimeout(retryTimer);
   try {
-    caller = await whoami();
+    caller = { ...(await whoami()), may_chat: true };
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {
-      caller = { is_operator: false, key_needed: true, key_ok: false, model: "" };
+      caller = { is_operator: false, key_needed: true, key_ok: false, model: "", may_chat: false };
     } else {
       say("not connected", "bad");
       if (main.childElementCount === 0) put(main, h("p", { class: "empty" }, `The server does not answer: ${error.message}`));
@@ -94,12 +107,10 @@ async function start(wasGiven) {
   role.hidden = !caller.is_operator;
   keyButton.hidden = !getKey() && !caller.key_needed;
   keyButton.textContent = getKey() ? "Forget key" : "API key";
-  say("", "");
-  if (caller.key_needed && !caller.key_ok) {
+  show();
+  if (caller.key_needed && !caller.key_ok && wasGiven) {
     setKey(null);
-    askForKey(wasGiven ? "The server does not know this key." : null);
-  } else {
-    show();
+    askForKey("The server does not know this key.");
   }
 }
 
@@ -107,9 +118,9 @@ document.getElementById("skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-keyButton.addEventListener("click", forgetKey);
+keyButton.addEventListener("click", changeKey);
 signals.addEventListener("unauthorized", () => {
-  if (caller?.key_ok || !caller?.key_needed) start(Boolean(getKey()));
+  if (caller?.key_ok) start(Boolean(getKey()));
 });
 signals.addEventListener("connected", () => say("live", "good"));
 signals.addEventListener("disconnected", () => say("reconnecting…", "bad"));

@@ -66,7 +66,18 @@ export function chatView(caller) {
     status.textContent = `Reply: ${turn.text}`;
     control = null;
     setBusy(false);
-    await showFacts(turn, seen);
+    showNumbers(turn, seen);
+    if (seen.id !== null) await showRecord(turn, seen.id);
+  }
+
+  /** Records are for callers that the server knows. */
+  async function showRecord(turn, id) {
+    try {
+      if (!caller.key_ok && caller.key_needed) throw new Error("give a key of this server to see records");
+      addRecord(turn, await finishedRecord(id));
+    } catch (error) {
+      turn.facts.append(h("p", { class: "dim" }, `No record of this request: ${error.message}`));
+    }
   }
 
   function take(turn, chunk, seen) {
@@ -125,8 +136,7 @@ export function chatView(caller) {
   return { element, show() {}, hide() {} };
 }
 
-/** Numbers of the turn at once, then its record. */
-async function showFacts(turn, seen) {
+function showNumbers(turn, seen) {
   const numbers = [];
   if (seen.usage) {
     const cached = seen.usage.prompt_tokens_details?.cached_tokens ?? 0;
@@ -136,15 +146,9 @@ async function showFacts(turn, seen) {
   if (seen.ttft !== null) numbers.push(h("span", null, "first token after ", h("b", null, seconds(seen.ttft))));
   if (seen.finish) numbers.push(h("span", { class: "dim" }, seen.finish));
   put(turn.facts, h("p", { class: "numbers" }, numbers));
-  if (seen.id === null) return;
-  try {
-    showRecord(turn, await finishedRecord(seen.id));
-  } catch (error) {
-    turn.facts.append(h("p", { class: "dim" }, `No record of this request: ${error.message}`));
-  }
 }
 
-function showRecord(turn, record) {
+function addRecord(turn, record) {
   const prompt = record.prompts[0];
   if (!prompt) return;
   const sums = bySource(prompt.spans);

@@ -69,7 +69,7 @@ export function memoryView() {
 function groupTable({ groups, slab_bytes: slabBytes }) {
   const columns = [["group", ""], ["kind", ""], ["slabs", "num"], ["pages used", "num"], ["of", "num"], ["page", "num wide"], ["in slabs", "num"], ["padding", "num wide"]];
   return table("Groups", columns, groups.map((group, i) => [
-    [h("span", { class: `swatch ${groupClass(i)}` }), group.name], group.kind, count(group.slabs), count(group.used_pages),
+    [h("span", { class: `swatch ${groupClass(i)}` }), group.name], group.kind.replaceAll("_", " "), count(group.slabs), count(group.used_pages),
     count(group.slabs * group.pages_per_slab), bytes(group.page_bytes), bytes(group.slabs * slabBytes), bytes(group.padding_bytes)]));
 }
 

@@ -6,7 +6,7 @@ import { groupFill, prepare } from "./paint.js";
 
 const FREE = -1;
 const MIN_CELL = 8;
-const MAX_CELL = 22;
+const MAX_CELL = 32;
 const AREA = 420000;
 
 const STEPS = { ArrowLeft: () => -1, ArrowRight: () => 1, ArrowUp: (map) => -map.columns, ArrowDown: (map) => map.columns };
@@ -28,6 +28,7 @@ export class MemoryMap {
 
   draw(data) {
     this.data = data;
+    this.canvas.dataset.cells = data.owners.length;
     this.paint();
     if (this.cursor !== null) this.onReadout(this.describe(this.cursor));
   }
@@ -115,7 +116,7 @@ export class MemoryMap {
     if (owners[i] < FREE) return `${slabs}: the null slab, which empty table entries name`;
     const { name, kind, page_bytes: pageBytes, pages_per_slab: pages } = groups[owners[i]];
     const pin = pinned.includes(i) ? ", pinned" : "";
-    return `${slabs}: ${name} (${kind}), ${percent(used[i], 255)} of ${count(pages * each)} pages of ${bytes(pageBytes)} in use${pin}`;
+    return `${slabs}: ${name} (${kind.replaceAll("_", " ")}), ${percent(used[i], 255)} of ${count(pages * each)} pages of ${bytes(pageBytes)} in use${pin}`;
   }
 }
 

@@ -57,7 +57,7 @@ export function prefixesView(caller) {
 
   function draw() {
     order = visible();
-    const total = order.reduce((most, [node]) => Math.max(most, node.end), 1);
+    const total = order.reduce((most, [node]) => Math.max(most, node.end, ...node.checkpoints.map(({ position }) => position)), 1);
     const keys = new Set(order.map(([node]) => node.key));
     for (const key of rows.keys()) if (!keys.has(key)) rows.delete(key);
     if (!keys.has(active)) active = order[0]?.[0].key ?? null;
