@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,24 +24,31 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 class Servers:
-    """Servers of the session. All that its tests need are launched at once."""
+    """Servers that the session's tests need. They start one after the other, while tests run on the earlier ones."""
 
     def __init__(self, names: set[str], store: Path) -> None:
         keys = [option for key in KEYS for option in ("--api-key", key)]
-        options = {
+        options: dict[str, list[str]] = {
             "server": [],
             "keyed": [*keys, "--operator-key", OPERATOR, "--served-model-name", HOSTILE_NAME],
             "stored": ["--operator-key", OPERATOR, "--store", f"file://{store}?size=1GiB"],
             "without_page": ["--no-ui"],
         }
-        self._launched = {name: Served(*options[name]) for name in options if name in names}
+        self._pool = ThreadPoolExecutor(1)
+        self._started = {name: self._pool.submit(_start, options[name]) for name in options if name in names}
 
     def get(self, name: str) -> Served:
-        return self._launched[name].wait()
+        return self._started[name].result()
 
     def stop(self) -> None:
-        for served in self._launched.values():
-            served.stop()
+        self._pool.shutdown(cancel_futures=True)
+        for started in self._started.values():
+            if not started.cancelled() and started.exception() is None:
+                started.result().stop()
+
+
+def _start(options: list[str]) -> Served:
+    return Served(*options).wait()
 
 
 @pytest.fixture(scope="session")

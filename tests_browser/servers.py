@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SMALL = ("--memory", "64MiB", "--device", "cpu", "--shutdown-timeout", "1")
 
 

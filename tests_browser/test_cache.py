@@ -98,7 +98,7 @@ def test_a_record_opens_by_its_address(page: Page, server: Served) -> None:
 
 
 def test_a_long_prompt_is_folded(page: Page, server: Served) -> None:
-    made = server.chat(" ".join(str(n) for n in range(900)))["id"]
+    made = server.chat(" ".join(str(n) for n in range(800)))["id"]
     page.open(server.url, f"requests/{made}")
     page.click(".record details:not(.raw) summary")
     page.one(".tokens .fold")

@@ -6,7 +6,7 @@ const KEY = "hybridkv.key";
 const ROOT = "/v1/hybridkv";
 const WHOAMI = `${ROOT}/whoami`;
 const FIRST_BACKOFF_MS = 500;
-const MAX_BACKOFF_MS = 8000;
+const MAX_BACKOFF_MS = 4000;
 
 export class ApiError extends Error {
   constructor(status, message) {
