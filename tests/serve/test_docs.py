@@ -6,17 +6,19 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer.main
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 from hybridkv import Engine
 from hybridkv.cli.main import app
 from hybridkv.demo import demo_model
 from hybridkv.link.link import LinkOptions
 from hybridkv.serve import HiddenFolder, ServeOptions, Server, make_app
+from hybridkv.serve.inspection_replies import RecordReply, RecordSummary
 from hybridkv.units import parse_size
 from tests.serve.serving import Served, serving
 
@@ -101,6 +103,26 @@ def test_every_field_is_named(served: Served) -> None:
     for kind in ("CompletionRequest", "ChatRequest", "TokenizeText", "TokenizeChat", "DetokenizeRequest"):
         missing = [name for name in schemas[kind]["properties"] if f"`{name}" not in PAGE]
         assert not missing
+
+
+def test_every_field_of_a_record_is_named() -> None:
+    page = (Path(__file__).parents[2] / "docs/why.md").read_text(encoding="utf-8")
+    kinds, seen = [RecordReply, RecordSummary], set()
+    while kinds:
+        kind = kinds.pop()
+        seen.add(kind)
+        for name, field in kind.model_fields.items():
+            assert f"`{name}`" in page, f"{kind.__name__}.{name}"
+            below = [one for one in _models(field.annotation) if one not in seen]
+            kinds += below
+    assert len(seen) > 10
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _models(one)
 
 
 def metrics_of(served: Served) -> dict[str, str]:

@@ -20,6 +20,7 @@ from hybridkv.cli.replay import replay_command
 from hybridkv.cli.route import route_command
 from hybridkv.cli.serve import serve_command
 from hybridkv.cli.store import store_app
+from hybridkv.cli.why import why_command
 from hybridkv.errors import HybridKVError, InputError
 from hybridkv.renamed import new_flag
 
@@ -39,6 +40,7 @@ app.command("chat")(chat_command)
 app.command("extract")(extract_command)
 app.command("serve")(serve_command)
 app.command("route")(route_command)
+app.command("why")(why_command)
 app.command("demo")(demo_command)
 app.add_typer(store_app, name="store")
 

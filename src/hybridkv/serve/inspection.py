@@ -124,13 +124,7 @@ def _add_requests(app: FastAPI, inspection: Inspection) -> None:
         lines = [entry.line() for entry in history.latest(need_caller(request), limit)]
         return _json(f'{{"object": "list", "data": [{", ".join(lines)}]}}')
 
-    @app.get(f"{ROOT}/requests/{{id}}", responses={**_MISSING, 200: {"model": RecordReply}}, response_model=None)
-    async def record(request: Request, id: str) -> Response:
-        """What became of a request: by the id of its reply, or by its X-Request-Id."""
-        entry = inspection.find(id, need_caller(request))
-        return _json(entry.to_json())
-
-    @app.get(f"{ROOT}/requests/{{id}}/tokens", responses=_MISSING)
+    @app.get(f"{ROOT}/requests/{{id:path}}/tokens", responses=_MISSING)
     async def tokens(
         request: Request,
         id: str,
@@ -140,6 +134,12 @@ def _add_requests(app: FastAPI, inspection: Inspection) -> None:
     ) -> TokenTextsReply:
         """The text of each token of a prompt, at most 8192 at once. Without `end`: 4096."""
         return await inspection.texts(inspection.find(id, need_caller(request)), prompt, start, end)
+
+    @app.get(f"{ROOT}/requests/{{id:path}}", responses={**_MISSING, 200: {"model": RecordReply}}, response_model=None)
+    async def record(request: Request, id: str) -> Response:
+        """What became of a request: by the id of its reply, or by its X-Request-Id."""
+        entry = inspection.find(id, need_caller(request))
+        return _json(entry.to_json())
 
 
 def _add_live(app: FastAPI, inspection: Inspection) -> None:

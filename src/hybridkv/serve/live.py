@@ -7,6 +7,7 @@ same bytes. Readers take the newest when they are ready for it: a slow one misse
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -32,6 +33,8 @@ _FIRST_PERIOD_S = 0.02
 """Period while a snapshot that readers want has not been made yet."""
 _FIRST_PERIODS = 50
 HEARTBEAT_S = 15.0
+_TURNS_PER_LOOK = 4
+"""Readers look whether a heartbeat is due once in so many turns."""
 _ALIVE = b": alive\n\n"
 _FIRST_STEPS = 300
 _FIRST_REQUESTS = 100
@@ -71,6 +74,7 @@ class Live:
         self._frames: dict[str, _Frame] = {}
         self._steps: dict[int | None, tuple[bytes | None, int | None]] = {}
         """By the step that a reader knows: the event for it, and the last step in that. Emptied at every turn."""
+        self._last_step = -1
         self._turn = asyncio.Event()
         """Set when there may be something new; then replaced."""
         self._building: asyncio.Task[None] | None = None
@@ -110,20 +114,22 @@ class Live:
             self._frames.clear()
             self._failure = None
             self._building = asyncio.create_task(self._build_forever())
+        clock = asyncio.get_running_loop().time
+        sent_at = clock()
         while not self._is_stopping:
             turn, failure = self._turn, self._failure
             for topic in reader.topics:
                 event = self._news(reader, topic)
                 if event is not None:
                     yield event
+                    sent_at = clock()
             if failure is not None:
                 yield failure
                 return
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await turn.wait()
-            except TimeoutError:
+            if clock() - sent_at >= HEARTBEAT_S:
                 yield _ALIVE
+                sent_at = clock()
+            await turn.wait()
 
     def _news(self, reader: _Reader, topic: str) -> bytes | None:
         """The event that the reader does not have yet, if there is one."""
@@ -161,9 +167,13 @@ class Live:
 
     async def _build_forever(self) -> None:
         try:
-            for turn in range(2**62):
+            known: object = None
+            for turn in itertools.count():
                 is_complete = self._build()
-                self._next_turn()
+                state = self._state(turn)
+                if state != known:
+                    self._next_turn()
+                known = state
                 is_first = not is_complete and turn < _FIRST_PERIODS
                 await asyncio.sleep(_FIRST_PERIOD_S if is_first else PERIOD_S)
         except HybridKVError as error:
@@ -184,6 +194,13 @@ class Live:
         if prefixes is not None and self._serializing is None:
             self._serializing = asyncio.create_task(self._add_prefixes(prefixes))
         return wanted & _SNAPSHOTS <= set(self._frames)
+
+    def _state(self, turn: int) -> object:
+        """Differs from the last one if readers may find something new, or have to look whether a heartbeat is due."""
+        steps = self._engine.inspection.steps_since(self._last_step)
+        self._last_step = steps[-1]["n"] if steps else self._last_step
+        versions = [frame.version for frame in self._frames.values()]
+        return versions, self._history.last_number, self._last_step, turn // _TURNS_PER_LOOK
 
     def _new(self, topic: str) -> Snapshot | None:
         """The engine's last snapshot, if there is no event of it yet."""
