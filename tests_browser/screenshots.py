@@ -33,17 +33,12 @@ def ask(served: Served, system: str, question: str) -> str:
 
 
 def draw(page: Page, served: Served, folder: Path) -> None:
-    document = demo_document()
-    beginning = document[:1500]
+    paragraphs = demo_document().split("\n\n")
+    beginning, later = "\n\n".join(paragraphs[:4]), "\n\n".join(paragraphs[5:7])
     ask(served, beginning, "Where does Jonas Reed live?")
     served.stop()  # then the store alone has the prompt
     served.launch()
     served.wait()
-    for question in ("Where does Jonas Reed live?", "Which pet does Clara Finch have?", "When does the train leave?"):
-        ask(served, beginning, question)
-    for number in range(3):
-        ask(served, document[2000:2900] + f" Page {number} ends here.", "What is the access code of the green door?")
-    cut = ask(served, document[:1200] + " Here the page is torn.", "Where does Jonas Reed live?")
     page.open(served.url)
     page.js("document.getElementById('system').value = arguments[0]", beginning)
     page.say("What does Mira Holt do?")
@@ -51,6 +46,11 @@ def draw(page: Page, served: Served, folder: Path) -> None:
     page.one(".turn.assistant:last-child .token")
     page.js("[...document.querySelectorAll('.tokens')].at(-1).scrollTop = 1e6")
     take(page, folder / "ui-chat.png", 900)
+    for question in ("Where does Jonas Reed live?", "Which pet does Clara Finch have?", "When does the train leave?"):
+        ask(served, beginning, question)
+    for number in range(3):
+        ask(served, later + f" Page {number} ends here.", "What is the access code of the green door?")
+    cut = ask(served, "\n\n".join(paragraphs[:3]) + " Here the page is torn.", "Where does Jonas Reed live?")
     page.go("prefixes")
     page.one(".node")
     page.click(".node")

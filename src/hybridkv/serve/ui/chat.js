@@ -144,7 +144,7 @@ function showNumbers(turn, seen) {
     numbers.push(h("span", null, h("b", null, count(seen.usage.completion_tokens)), " reply tokens"));
   }
   if (seen.ttft !== null) numbers.push(h("span", null, "first token after ", h("b", null, seconds(seen.ttft))));
-  if (seen.finish) numbers.push(h("span", { class: "dim" }, seen.finish));
+  if (seen.finish) numbers.push(h("span", { class: "dim" }, `ended by ${seen.finish}`));
   put(turn.facts, h("p", { class: "numbers" }, numbers));
 }
 

@@ -21,10 +21,14 @@ export function seconds(t) {
   if (t < 0.0005) return `${Math.round(t * 1e6)} µs`;
   if (t < 0.9995) return `${t < 0.00995 ? (t * 1e3).toFixed(1) : Math.round(t * 1e3)} ms`;
   if (t < 120) return `${t.toFixed(t < 10 ? 2 : 1)} s`;
-  if (t < 7200) return `${Math.round(t / 60)} min`;
+  if (t < 3570) return `${Math.round(t / 60)} min`;
   return t < 172800 ? `${Math.round(t / 3600)} h` : `${Math.round(t / 86400)} days`;
 }
 
 export const clock = (unix) => CLOCK.format(new Date(unix * 1000));
 export const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)}%` : "–");
-export const worth = (value) => (value === null || value === undefined ? "–" : Number(value).toPrecision(3));
+
+export function worth(value) {
+  if (value === null || value === undefined) return "–";
+  return value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(2) : value.toPrecision(3);
+}
