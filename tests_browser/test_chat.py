@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from browsing import Page
 from conftest import HOSTILE_NAME, OPERATOR
@@ -118,18 +119,31 @@ def test_the_page_reconnects_and_the_store_still_has_the_prompt(page: Page, stor
 def test_the_map_changes_while_requests_run(page: Page, server: Served) -> None:
     page.open(server.url, "memory")
     before = page.until_text(".sizes", "used")
-    time = page.one(".memory").get_attribute("data-time")
+    earlier = page.one(".memory").get_attribute("data-time")
     thread = threading.Thread(target=server.chat, args=("A long text about nothing. " * 30,))
     thread.start()
     page.until(lambda: page.text(".sizes") != before)
     thread.join()
-    assert page.one(".memory").get_attribute("data-time") != time
+    assert page.one(".memory").get_attribute("data-time") != earlier
     assert page.js("const c = document.querySelector('.map'); return c.width > 100 && c.height > 20")
     assert (
         page.js("""const c = document.querySelector('.map');
       return new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size""")
         > 2
     )
+
+
+def test_a_hidden_page_reads_no_events(page: Page, server: Served) -> None:
+    page.open(server.url, "memory")
+    page.one("table tbody tr")
+    hide = "Object.defineProperty(document, 'visibilityState', { value: arguments[0], configurable: true });"
+    page.js(hide + "document.dispatchEvent(new Event('visibilitychange'))", "hidden")
+    before = page.one(".memory").get_attribute("data-time")
+    server.chat("Nobody looks at the map now.")
+    time.sleep(1.0)  # longer than the time between two events
+    assert page.one(".memory").get_attribute("data-time") == before
+    page.js(hide + "document.dispatchEvent(new Event('visibilitychange'))", "visible")
+    page.until(lambda: page.one(".memory").get_attribute("data-time") != before)
 
 
 def test_arrow_keys_in_the_map_tell_the_cells(page: Page, server: Served) -> None:
