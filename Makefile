@@ -19,8 +19,8 @@ MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3
 SAMPLE := 0.05
 MORE := 0.7
 
-.PHONY: help setup setup-azurite setup-vllm setup-mooncake setup-speculators setup-compiled serve lint format clean \
-	test test-all test-more test-vllm test-speculators test-compiled \
+.PHONY: help setup setup-azurite setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
+	lint format clean test test-all test-more test-browser test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-remote prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
 
@@ -74,6 +74,15 @@ setup-azurite: .azurite/.ready ## An .azurite with the emulator of Azure's stora
 	npm install --prefix .azurite --omit=optional --no-fund --no-audit --loglevel=error azurite@3.35.0 \
 		&& find .azurite -name '*.map' -delete && touch $@ || echo "Azurite could not be installed: Azure stores are not tested"
 
+# Chromium and its driver come from Debian, so that the two fit each other.
+setup-browser: ## Debian's Chromium and its driver, for tests of the page
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null; then \
+		echo "tests of the page need chromium and chromedriver in /usr/bin: install them, there is no apt-get here" >&2; exit 1; fi; \
+	sudo=$$(test "$$(id -u)" = 0 || echo sudo); \
+	install() { DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; }; \
+	install || { $$sudo apt-get update -qq && install; }
+
 setup-speculators: .venv-speculators/.ready ## A .venv-speculators with speculators beside the package
 
 # torch stands in the same call, so that nothing replaces it. --no-compile: most of these files are never imported.
@@ -105,6 +114,12 @@ test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
 
 test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
 	$(BIN)/pytest -n auto --sample $(SAMPLE):$(MORE)
+
+test-browser: setup setup-browser ## Tests of the server's page in Chromium
+	$(BIN)/pytest tests_browser
+
+screenshots: setup setup-browser ## Pictures of the server's page for docs/ui.md
+	$(BIN)/python tests_browser/screenshots.py docs/img
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
 	$(VLLM_BIN)/pytest tests_vllm

@@ -71,6 +71,7 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("prove-taps", "HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 .venv/bin/pytest -n auto tests/taps "
      'tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"'),
     ("prove-vllm", "HYBRIDKV_VLLM_ROUNDS=40 .venv-vllm/bin/pytest tests_vllm/test_connector_faults.py -k random"),
+    ("test-browser", ".venv/bin/pytest tests_browser"),
     ("test-vllm", ".venv-vllm/bin/pytest tests_vllm"),
     ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
     ("bench-gpu", ".venv/bin/python benchmarks/gpu_decode.py"),
