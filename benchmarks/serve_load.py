@@ -1,8 +1,9 @@
 """`hybridkv serve` under load: hundreds of streaming clients, of which some leave, cancel or ask for nonsense.
 
 A server is started on loopback with a small hybrid model of random weights; the clients run in this process, on the
-same cores. At the end nothing may be left: no sample that runs or waits, and after a reset no page in use. The last
-line is JSON; the exit code says whether anything happened that should not have.
+same cores. Watchers read the live events that the server's page shows. At the end nothing may be left: no sample that
+runs or waits, and after a reset no page in use. The last line is JSON; the exit code says whether anything happened
+that should not have.
 
     python benchmarks/serve_load.py --seconds 180 --clients 200
 """
@@ -19,7 +20,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,30 @@ def server(directory: Path, memory: str, log: Path) -> Iterator[str]:
         raise SystemExit(f"the server ended with exit code {code}: see {log}")
 
 
-async def drive(port: int, clients: int, seconds: float) -> tuple[Log, float]:
-    """What clients saw, and how long it took until the last of them was answered."""
+async def drive(port: int, clients: int, watchers: int, seconds: float) -> tuple[Log, float, int]:
+    """What clients saw, how long it took until the last of them was answered, and the bytes that watchers read."""
     log, start = Log(), time.monotonic()
     vocab_size = SHAPE.vocab_size
+    watching = [asyncio.create_task(watch(port, start + seconds)) for _ in range(watchers)]
     everyone = [Client(port, MODEL, log).run(asks(i, vocab_size), start + seconds) for i in range(clients)]
     await asyncio.gather(*everyone)
-    return log, time.monotonic() - start
+    wall_s = time.monotonic() - start
+    return log, wall_s, sum(await asyncio.gather(*watching))
+
+
+async def watch(port: int, until: float) -> int:
+    """Read all live events; returns the number of bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET /v1/hybridkv/live HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+    num_bytes = 0
+    while (left := until - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            data = await asyncio.wait_for(reader.read(1 << 20), left)
+            if not data:
+                raise SystemExit("the server has ended a stream of live events")
+            num_bytes += len(data)
+    writer.close()
+    return num_bytes
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -133,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--watchers", type=int, default=20)
     parser.add_argument("--memory", default="512MiB")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -140,17 +159,22 @@ def main() -> None:
         parameters = build(directory)
         log_file = Path(place) / "server.log"
         with server(directory, chosen.memory, log_file) as url:
-            log, wall_s = asyncio.run(drive(int(url.rsplit(":", 1)[1]), chosen.clients, chosen.seconds))
+            port = int(url.rsplit(":", 1)[1])
+            log, wall_s, watched = asyncio.run(drive(port, chosen.clients, chosen.watchers, chosen.seconds))
             before = metrics(url)
             left = leftovers(url)
         bugs = log_file.read_text().count("Traceback")
     lengths = {"all": log.streams, **{name: [one for one in log.streams if one.length == name] for name in LENGTHS}}
     by_length = {name: summary(streams) for name, streams in lengths.items()}
     show(by_length)
+    step_s = sum(spent for name, spent in before.items() if name.startswith("step_seconds_total:"))
     report: dict[str, Any] = {
         "benchmark": "serve_load",
         "parameters": parameters,
         "clients": chosen.clients,
+        "watchers": chosen.watchers,
+        "watched_bytes": watched,
+        "publish_share": round(before["publish_seconds_total"] / step_s, 5),
         "memory": chosen.memory,
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 1),

@@ -105,7 +105,8 @@ def test_what_was_evicted_is_told_with_its_time(hybrid: Any) -> None:
             record_of(engine, prompt(100, 100 + number))
         record = record_of(engine, ids)
         assert record.by_source["memory"] < 96
-        evicted = record.evicted or (record.lookup and record.lookup.evicted)
+        assert record.lookup is not None
+        evicted = record.evicted or record.lookup.evicted
         assert evicted is not None
         assert evicted.position in (96, 101)
         assert 0 < evicted.requests_ago <= 31
@@ -164,6 +165,20 @@ def test_what_a_store_has_supplied(hybrid: Any, tmp_path: Path, mode: str) -> No
         assert layers == (list(range(engine.plan.model.num_layers)) if mode == "layerwise" else [])
 
 
+def test_a_load_in_the_only_step_of_a_request(hybrid: Any, tmp_path: Path) -> None:
+    with Engine(
+        hybrid, memory="4MiB", device="cpu", store=f"file://{tmp_path}?size=64MiB", stream="layerwise"
+    ) as engine:
+        ids = prompt(300, 22)
+        record_of(engine, ids)
+        engine.flush_store()
+        engine.reset_cache()
+        record = record_of(engine, ids, SamplingParams(max_tokens=1, temperature=0))
+        assert record.by_source["store"] == record.cached_tokens >= 256
+        assert record.store is not None
+        assert record.store.outcome == "loaded"
+
+
 def test_a_load_that_fails_is_a_reason(hybrid: Any, tmp_path: Path) -> None:
     with Engine(hybrid, memory="4MiB", device="cpu", store=f"file://{tmp_path}?size=64MiB", stream="async") as engine:
         ids = prompt(300, 21)
@@ -214,9 +229,9 @@ def test_an_id_of_a_running_request_is_refused(engine: Engine) -> None:
     async def twice() -> None:
         first = engine.stream(prompt(40, 33), SamplingParams(max_tokens=300, ignore_eos=True), request_id="one")
         async for _ in first:
+            second = engine.stream(prompt(40, 34), SHORT, request_id="one")
             with pytest.raises(RequestError, match="'one' is in use"):
-                async for _ in engine.stream(prompt(40, 34), SHORT, request_id="one"):
-                    raise AssertionError
+                await anext(second)
             break
         await first.aclose()  # type: ignore[attr-defined]
 

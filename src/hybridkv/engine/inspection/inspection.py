@@ -84,6 +84,7 @@ class Inspection:
         if found is None:
             return 0
         self._unpin(key)
+        self._publishing.hasten()
         lookup_key, tokens, _ = found
         pin = cache.pin(tokens, seconds, lookup_key)
         if cache.pinned_slabs() > _MOST_PINNED * cache.layout.num_slabs:
@@ -101,6 +102,7 @@ class Inspection:
         if pin is None or pin.ended is not None:
             return False
         self._core.cache.unpin(pin)
+        self._publishing.hasten()
         return True
 
     def _drop(self, key: bytes) -> int:
@@ -108,4 +110,5 @@ class Inspection:
         below = cache.inspector.keys_below(key)
         for pinned in [one for one in self._pins if one in below]:
             self._unpin(pinned)
+        self._publishing.hasten()
         return cache.inspector.drop(key)

@@ -63,6 +63,11 @@ class Publishing:
             self.topics[name].watched_until = until
         self._watched_until = until
 
+    def hasten(self) -> None:
+        """Build the next snapshots as soon as something has changed."""
+        for topic in self.topics.values():
+            topic.due_at = 0.0
+
     def latest(self, name: str) -> Snapshot | None:
         return self.topics[name].last
 

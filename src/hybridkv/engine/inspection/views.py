@@ -39,7 +39,7 @@ def memory_view(core: EngineCore, found: MemoryMap) -> dict[str, Any]:
     pools = [
         {
             "name": pool.name,
-            "kind": planned[pool.name].kind,
+            "kind": planned[pool.name].kind.replace("_", " "),
             "page_bytes": planned[pool.name].page_bytes,
             "pages_per_slab": pool.pages_per_slab,
             "slabs": pool.slabs,

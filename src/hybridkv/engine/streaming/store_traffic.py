@@ -323,6 +323,7 @@ class Streaming:
         assert self._step is not None
         if self._is_in_step(sample):
             sample.loaded(_load_of(sample).end)
+            sample.request.log.loaded(_load_of(sample), "layerwise", tuple(self._step.layers))
         self._step.judge(sample, counts)
 
     def end_step(self) -> None:
@@ -334,7 +335,8 @@ class Streaming:
             assert isinstance(sample, Sample)
             assert sample.transfer is not None
             self.streamer.ended(load, "layerwise")
-            sample.request.log.loaded(load, "layerwise", tuple(step.layers))
+            if load.failure is not None:
+                sample.request.log.loaded(load, "layerwise", tuple(step.layers))
             sample.transfer.end()
         step.publish()
 
