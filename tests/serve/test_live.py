@@ -133,6 +133,14 @@ def test_others_see_their_own_requests(engine: Engine) -> None:
             assert [one["id"] for one in next(events)[1]["requests"]] == [mine]
 
 
+def test_a_snapshot_is_sent_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine.inspection, "latest", lambda topic: Snapshot(1, {}))
+    monkeypatch.setattr(live, "PERIOD_S", 0.01)
+    monkeypatch.setattr(live, "HEARTBEAT_S", 0.2)
+    with listening(served, "memory") as events:
+        assert [next(events) for _ in range(3)] == [("memory", {}), (":", "alive"), (":", "alive")]
+
+
 def test_heartbeats(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(live, "PERIOD_S", 0.01)

@@ -186,6 +186,7 @@ def listed(served: Served) -> list[dict[str, Any]]:
 
 
 def test_prefixes_are_listed_pinned_and_dropped(served: Served) -> None:
+    served.engine.reset_cache()
     served.post("/v1/completions", prompt=prompt(70), max_tokens=1)
     assert eventually(lambda: [node["end"] for node in listed(served)] == [64])
     [node] = listed(served)
