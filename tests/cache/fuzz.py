@@ -16,6 +16,7 @@ from hybridkv.cache import (
     Cache,
     CacheGroup,
     CacheLayout,
+    Explanation,
     Lease,
     LookupKey,
     Match,
@@ -32,7 +33,7 @@ from hybridkv.cache.index.tree import State
 from hybridkv.cache.retention.policy import PromptEndBranchesGrid
 from hybridkv.cache.steps.lease import InFlight
 from hybridkv.cache.steps.running import Pinned
-from hybridkv.cache.tokens import pack_tokens
+from hybridkv.cache.tokens import TOKEN_BYTES, pack_tokens
 from hybridkv.sight import Sight
 from tests.cache.sim import Sim, Value
 
@@ -160,6 +161,8 @@ class Fuzz:
             self.wait,
             *[self.acknowledge] * 3,
             self.spoil,
+            self.look_around,
+            self.drop,
         ]
         verb = self.reset if self.chance.integer(1, 200) == 1 else self.chance.choice(verbs)
         verb()
@@ -235,9 +238,55 @@ class Fuzz:
         if self.chance.one_in(2):
             self.cache.follow(match)
         breakpoints = [self.chance.integer(1, len(tokens))] if self.chance.one_in(3) else []
+        explained = self.cache.explain(old or match)
         lease = self.cache.begin(tokens, key, breakpoints=breakpoints, match=old)
+        self._check_explanation(explained, lease)
         assert (lease.cached_tokens, lease.matched_tokens) == (expected, match.matched_tokens)
         self.idle.append(lease)
+
+    def _check_explanation(self, explained: Explanation, lease: Lease) -> None:
+        """It says where the request begins, and no group supplies less than that."""
+        position, matched = explained.position, explained.matched_tokens
+        assert (position, matched) == (lease.cached_tokens, lease.matched_tokens)
+        assert matched <= explained.parted_at <= lease.num_tokens
+        assert position <= max(explained.last_position, lease.num_tokens - 1)
+        assert explained.checkpoint is None or explained.checkpoint.position == position
+        names = {group.name for group in self.layout.groups if group.role is not Role.TAP}
+        assert {group.name for group in explained.groups} - set(self.taps) == names
+        for group in explained.groups:
+            assert position % BLOCK or group.supplies >= position
+            if group.role is Role.STATE and position:
+                assert position in group.positions or group.num_positions > len(group.positions)
+            assert all(0 <= start < end <= matched for start, end in group.runs)
+        if explained.evicted is not None:
+            assert position < explained.evicted.position <= matched + BLOCK
+            assert explained.evicted.seconds_ago >= 0
+
+    def look_around(self) -> None:
+        """Views change nothing, and add up."""
+        before, inspector = self.cache.inspector.version, self.cache.inspector
+        shown = inspector.memory_map(self.chance.choice([4, 4096]), 4)
+        assert {pool.name: pool.used_pages for pool in shown.pools} == self.cache.pages_in_use()
+        assert {pool.name: pool.slabs for pool in shown.pools} == self.cache.slabs_in_use()
+        assert len(shown.owners) == len(shown.used) <= self.layout.num_slabs
+        assert all(0 <= used <= 255 for used in shown.used)
+        tree = inspector.prefix_tree(self.chance.choice([2, 1000]))
+        assert len(tree.runs) <= tree.num_runs
+        for run in tree.runs:
+            found = inspector.prefix(run.key)
+            assert found is not None
+            assert (run.start, True) == (found[2], len(found[1]) // TOKEN_BYTES >= run.end)
+            assert run.end > run.start
+        assert inspector.version == before
+
+    def drop(self) -> None:
+        """Somebody drops a run. Requests that run there go on."""
+        tree = self.cache.inspector.prefix_tree()
+        if tree.runs:
+            run = self.chance.choice(tree.runs)
+            assert self.cache.inspector.drop(run.key) >= run.end - run.start
+            assert self.cache.inspector.prefix(run.key) is None
+            self.naive = None
 
     def extend(self) -> None:
         lease = self._pick_idle()

@@ -129,6 +129,7 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "gemma-3-27b", "--row-order", "abc"], "not an order"),
         (["plan", "gemma-3-27b", "--taps", "a,b"], "write it as 0,12,24"),
         (["plan", "gemma-3-27b", "--max-model-len", "0"], "at least 1 token"),
+        (["plan", "gemma-3-27b", "--max-model-len", "1" + "0" * 400], "at most 1,099,511,627,776 tokens"),
         (["plan", "gemma-3-27b", "--nonsense"], "--nonsense"),
         (["plan"], "MODEL"),
         (["nonsense"], "nonsense"),
@@ -145,7 +146,7 @@ def test_nonsense_gets_one_line_and_exit_code_2(
     assert words in captured.err
 
 
-@pytest.mark.parametrize("command", ["plan", "models", "replay", "generate", "chat", "serve", "demo", "store"])
+@pytest.mark.parametrize("command", ["plan", "models", "replay", "generate", "chat", "serve", "demo", "store", "why"])
 def test_help_fits_a_narrow_terminal(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

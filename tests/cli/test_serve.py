@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,33 @@ def test_an_empty_key_from_the_environment_opens_no_door(
 ) -> None:
     monkeypatch.setenv("HYBRIDKV_API_KEY", "")
     assert "an API key that is empty" in complaint(capsys, "no model is needed for this")
+    monkeypatch.setenv("HYBRIDKV_API_KEY", "key")
+    monkeypatch.setenv("HYBRIDKV_OPERATOR_KEY", "")
+    assert "an operator key that is empty" in complaint(capsys, "no model is needed for this")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {"operator_key": "of the environment", "is_local": True, "history": 1000, "ui": True}),
+        (["--operator-key", "k", "--history", "7", "--no-ui"], {"operator_key": "k", "history": 7, "ui": False}),
+        (["--host", "0.0.0.0"], {"is_local": False}),
+    ],
+)
+def test_options_reach_the_server(args: list[str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(BaseException):
+        """Carries the server's options out of the command."""
+
+    def make(engine: object, options: Any) -> None:
+        raise Made(options)
+
+    monkeypatch.setenv("HYBRIDKV_OPERATOR_KEY", "of the environment")
+    monkeypatch.setattr("hybridkv.serve.make_app", make)
+    monkeypatch.setattr("hybridkv.cli.engine_options.EngineOptions.start", lambda *_, **__: nullcontext())
+    with pytest.raises(Made) as caught:
+        run(["serve", "no model is needed for this", "--port", "0", *args])
+    options = caught.value.args[0]
+    assert {name: getattr(options, name) for name in expected} == expected
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -216,6 +243,9 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureF
         (["--log-level", "loud"], "log level 'loud'"),
         (["--api-key", ""], "an API key that is empty"),
         (["--api-key", "schlüssel"], "other than printable ASCII"),
+        (["--operator-key", ""], "an operator key that is empty"),
+        (["--operator-key", "a\nb"], "other than printable ASCII"),
+        (["--history", "-1"], "history -1: choose a number of requests, or 0 to keep none"),
         (["--memory", "much", "--port", "0"], "'much'"),
         (["--max-num-seqs", "0", "--port", "0"], "max_num_seqs 0"),
         (["--port", "0"], "no directory"),

@@ -107,14 +107,14 @@ def test_every_field_is_named(served: Served) -> None:
 
 def test_every_field_of_a_record_is_named() -> None:
     page = (Path(__file__).parents[2] / "docs/why.md").read_text(encoding="utf-8")
-    kinds, seen = [RecordReply, RecordSummary], set()
+    kinds: list[type[BaseModel]] = [RecordReply, RecordSummary]
+    seen: set[type[BaseModel]] = set()
     while kinds:
         kind = kinds.pop()
         seen.add(kind)
         for name, field in kind.model_fields.items():
             assert f"`{name}`" in page, f"{kind.__name__}.{name}"
-            below = [one for one in _models(field.annotation) if one not in seen]
-            kinds += below
+            kinds += [one for one in _models(field.annotation) if one not in seen]
     assert len(seen) > 10
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,14 +18,19 @@ from hybridkv.cli.cache_options import (
     RowOrderOption,
     StateDtypeOption,
 )
+from hybridkv.cli.output_file import check_file, write_file
+from hybridkv.cli.plan_page import PlannedModel, plan_page, weight_bytes
 from hybridkv.cli.tables import compare_table, console, plan_tables, write
-from hybridkv.errors import InputError, PlanError
-from hybridkv.models import load_model
+from hybridkv.errors import ConfigError, InputError, PlanError
+from hybridkv.models import compute_of, load_model
 from hybridkv.plan import Plan, PlanOptions, make_plan
+from hybridkv.plan.gpus import GPU_COUNTS, fits_on_gpus
 from hybridkv.plan.plan import DEFAULT_BLOCK_TOKENS, DEFAULT_ROW_LAYERS, DEFAULT_ROW_ORDER
 from hybridkv.plan.report import plan_report
-from hybridkv.spec import DType
+from hybridkv.spec import DType, ModelSpec
 from hybridkv.units import parse_size
+
+_MOST_TOKENS = 2**40
 
 
 def plan_command(
@@ -49,6 +57,9 @@ def plan_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: an object, or a list for several models.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page for design documents, with curves.")
+    ] = None,
 ) -> None:
     """Plan the cache of one tensor-parallel rank of a model.
 
@@ -57,11 +68,16 @@ def plan_command(
     """
     if max_model_len < 1:
         raise PlanError(f"max_model_len {max_model_len}: a request has at least 1 token")
+    if max_model_len > _MOST_TOKENS:
+        raise PlanError(f"max_model_len {str(max_model_len)[:40]}: a request has at most {_MOST_TOKENS:,} tokens")
+    if html is not None:
+        check_file(html, "--html")
     options = PlanOptions(parse_size(memory), block_size, attn_pack_size, row_layers, row_order)
-    plans = [
-        _plan(model, options, tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps))
-        for model in models
-    ]
+    asked = _Asked(tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps))
+    plans = [make_plan(asked.load(model), options) for model in models]
+    if html is not None:
+        pages = [_planned(model, plan, asked) for model, plan in zip(models, plans, strict=True)]
+        write_file(html, plan_page(pages, max_model_len, compare=compare), "--html")
     if as_json:
         reports = [plan_report(plan, max_model_len) for plan in plans]
         write(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
@@ -72,17 +88,35 @@ def plan_command(
             console().print(plan_tables(plan, max_model_len))
 
 
-def _plan(
-    model: str, options: PlanOptions, tp: int, kv_cache_dtype: str | None, state_dtype: str | None, taps: list[int]
-) -> Plan:
-    spec = load_model(
-        model,
-        tp=tp,
-        kv_cache_dtype=DType.parse(kv_cache_dtype) if kv_cache_dtype else None,
-        state_dtype=DType.parse(state_dtype) if state_dtype else None,
-        taps=taps,
-    )
-    return make_plan(spec, options)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """How models are to be read."""
+
+    tp: int
+    kv_cache_dtype: str | None
+    state_dtype: str | None
+    taps: list[int]
+
+    def load(self, model: str, tp: int | None = None) -> ModelSpec:
+        """The spec of one rank, at another tensor-parallel size if `tp` is given."""
+        return load_model(
+            model,
+            tp=self.tp if tp is None else tp,
+            kv_cache_dtype=DType.parse(self.kv_cache_dtype) if self.kv_cache_dtype else None,
+            state_dtype=DType.parse(self.state_dtype) if self.state_dtype else None,
+            taps=self.taps,
+        )
+
+
+def _planned(model: str, plan: Plan, asked: _Asked) -> PlannedModel:
+    """What the page tells of a model besides its plan."""
+    try:
+        compute = compute_of(model)
+    except ConfigError:  # sizes are missing that the cache does not depend on: the page says so
+        compute = None
+    counts = {*GPU_COUNTS, plan.model.tp}
+    fits = fits_on_gpus(partial(asked.load, model), plan.options, weight_bytes(plan, compute), counts)
+    return PlannedModel(plan, compute, fits)
 
 
 def _layer_numbers(text: str | None) -> list[int]:

@@ -9,7 +9,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.plan import GroupPlan, Plan, uniform_pack_sizes, uniform_plan
+from hybridkv.plan import GroupPlan, Plan, uniform_plan
+from hybridkv.plan.curves import uniform_layouts
 from hybridkv.plan.report import checkpoint_tokens
 from hybridkv.spec import DType, HiddenTap, LayerSpec, LinearState
 from hybridkv.units import format_bytes
@@ -39,9 +40,12 @@ def console() -> Console:
 
 def plan_tables(plan: Plan, max_model_len: int) -> Group:
     """The plan of one model: what it keeps, how the arena is cut, and what a uniform page would cost."""
-    return Group(
-        _heading(plan), _groups_table(plan), _facts_table(plan, max_model_len), _uniform_table(plan, max_model_len), ""
-    )
+    return Group(_heading(plan), *tables_of(plan, max_model_len), "")
+
+
+def tables_of(plan: Plan, max_model_len: int) -> tuple[Table, Table, Table]:
+    """Groups; memory of one rank; our blocks beside those of one uniform page size."""
+    return _groups_table(plan), _facts_table(plan, max_model_len), _uniform_table(plan, max_model_len)
 
 
 def compare_table(plans: Sequence[Plan], max_model_len: int) -> Table:
@@ -145,7 +149,6 @@ def _facts_table(plan: Plan, max_model_len: int) -> Table:
 
 def _uniform_table(plan: Plan, max_model_len: int) -> Table:
     """Our blocks beside those of an engine with one page size, for short and long requests."""
-    memory = plan.options.memory_bytes
     lengths = sorted({length for length in (1024, 8192) if length < max_model_len} | {max_model_len})
     table = Table(title="Beside one uniform page size for all layers", title_justify="left")
     table.add_column("")
@@ -160,14 +163,9 @@ def _uniform_table(plan: Plan, max_model_len: int) -> Table:
         *(_count(plan.max_requests(length)) for length in lengths),
         style="bold",
     )
-    sizes = uniform_pack_sizes(plan.model)
-    for name, size in sizes.items():
-        if name != "all" and size == sizes.get("all"):
-            continue
-        uniform = uniform_plan(plan.model, memory, size)
-        layers = "layer" if size == 1 else "layers"
+    for name, uniform in uniform_layouts(plan).items():
         table.add_row(
-            f"uniform, all {size} {layers} a page" if name == "all" else f"uniform, {name} {layers} a page",
+            name,
             _count(uniform.block_tokens),
             f"{uniform.padding_ratio:.2%}",
             *(_count(uniform.max_requests(length)) for length in lengths),

@@ -312,7 +312,8 @@ class Index:
         )
         head.first, head.keys, head.dead = node.first, node.keys[:num_blocks], node.dead
         head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # it is shared now
-        node.parent.children[head.first] = head
+        if node.parent.children.get(node.first) is node:  # else it is cut off, and `head` is instead
+            node.parent.children[head.first] = head
         node.parent, node.start, node.tokens = head, node.start + num_blocks, node.tokens[cut:]
         node.pages = [None if p is None else p[num_blocks:] for p in node.pages]
         node.first, node.keys = bytes(node.tokens[: self.block_bytes]), node.keys[num_blocks:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Run:
     start: int
     end: int
     leases: int
-    """Requests that run at its end."""
+    """Requests that run at its end; pins are not among them."""
     is_pinned: bool
     num_children: int
     idle_s: float
@@ -62,7 +63,7 @@ class Place(NamedTuple):
     """Its number in the node."""
 
 
-def prefix_tree(prefixes: PrefixCache, pinned: Collection[Node], max_runs: int, head_tokens: int) -> PrefixTree:
+def prefix_tree(prefixes: PrefixCache, pinned: Iterable[Node], max_runs: int, head_tokens: int) -> PrefixTree:
     """`pinned`: the leaves of pins. `head_tokens`: number of tokens in the `head` of a run."""
     order, last_used, has_more = _visit(prefixes)
     kept = order
@@ -70,8 +71,9 @@ def prefix_tree(prefixes: PrefixCache, pinned: Collection[Node], max_runs: int, 
         recent = sorted(order, key=lambda node: -last_used[node])[:max_runs]
         chosen = set(recent)
         kept = [node for node in order if node in chosen]
-    held = {node for leaf in pinned for node in leaf.path()}
-    runs = tuple(_run(prefixes, node, last_used[node], node in held, head_tokens) for node in kept)
+    pins = Counter(pinned)
+    held = {node for leaf in pins for node in leaf.path()}
+    runs = tuple(_run(prefixes, node, last_used[node], pins[node], node in held, head_tokens) for node in kept)
     return PrefixTree(runs, len(order), has_more or len(kept) < len(order))
 
 
@@ -116,7 +118,7 @@ def _visit(prefixes: PrefixCache) -> tuple[list[Node], dict[Node, int], bool]:
     return order, last_used, has_more
 
 
-def _run(prefixes: PrefixCache, node: Node, last_used: int, is_pinned: bool, head_tokens: int) -> Run:
+def _run(prefixes: PrefixCache, node: Node, last_used: int, num_pins: int, is_pinned: bool, head_tokens: int) -> Run:
     size, history = prefixes.block_tokens, prefixes.history
     above = node.parent
     checkpoints = tuple(
@@ -134,7 +136,7 @@ def _run(prefixes: PrefixCache, node: Node, last_used: int, is_pinned: bool, hea
         above.keys[0] if above is not None and above.parent is not None else None,
         node.start * size,
         node.end * size,
-        node.refs,
+        node.refs - num_pins,
         is_pinned,
         len(node.children),
         history.seconds_since(last_used),

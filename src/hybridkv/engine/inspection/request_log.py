@@ -14,8 +14,10 @@ from hybridkv.stream.times import LayerTime, RowTime
 if TYPE_CHECKING:
     from hybridkv.engine.request import Request
 
-_MOST_MOMENTS = 128
-"""Later ones are dropped, except that steps join the last one."""
+_MOST_STEPS = 128
+"""After so many moments, steps of the prompt join the last one."""
+_MOST_MOMENTS = 256
+"""Later ones are dropped."""
 
 
 class RequestLog:
@@ -60,7 +62,7 @@ class RequestLog:
     def computed(self, start: int, end: int, seconds: float) -> None:
         """A step has computed these tokens of the prompt."""
         last = self._moments[-1]
-        if len(self._moments) == _MOST_MOMENTS and last.what == "computes" and last.end == start:
+        if len(self._moments) >= _MOST_STEPS and last.what == "computes" and last.end == start:
             spent = time.monotonic() - self._began_s - last.at
             self._moments[-1] = Moment(last.at, last.what, last.start, end, spent)
             return
@@ -88,7 +90,7 @@ class RequestLog:
 
     def record(self, request: Request) -> RequestRecord:
         """The record, after the last sample has ended."""
-        self.note("finished")
+        self._moments.append(Moment(time.monotonic() - self._began_s, "finished"))
         metrics, received = request.metrics(), request.received
         return RequestRecord(
             request.id,

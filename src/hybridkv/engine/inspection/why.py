@@ -58,13 +58,13 @@ def _about_memory(
     missing, matched = Missing(lookup.missing), lookup.matched_tokens
     if missing in _THINGS and cached_tokens < matched:
         yield _not_resumable(lookup, missing, cached_tokens, has_store)
-    if max(matched, cached_tokens) >= lookup.last_position:
-        return
     reach = max(matched, cached_tokens)
+    if reach >= lookup.last_position:
+        return
     if evicted is not None and evicted.position > reach:
         yield _gone(evicted, evicted.position - reach, has_store)
-    elif matched >= cached_tokens:
-        yield _new(lookup)
+    else:
+        yield _new(lookup, reach)
 
 
 def _too_short(lookup: Explanation) -> Reason:
@@ -89,7 +89,8 @@ def _not_resumable(lookup: Explanation, missing: Missing, cached: int, has_store
         )
         return Reason(f"{thing.replace(' ', '_')}_evicted", gone.position, gone.position - cached, text)
     since = f"between tokens {cached:,} and {matched:,}" if cached else f"before token {matched:,}"
-    text = f"{begin}no {thing} was kept {since}: {_count(lost)} were computed again. "
+    kept = "were kept" if missing is Missing.TAP else "was kept"
+    text = f"{begin}no {thing} {kept} {since}: {_count(lost)} were computed again. "
     if missing is Missing.STATE:
         text += (
             f"One is kept at token {matched:,} now. A breakpoint there, such as the end of a message, would have kept "
@@ -110,10 +111,10 @@ def _gone(evicted: Evicted, lost: int, has_store: bool) -> Reason:
     return Reason("evicted", evicted.position, lost, text)
 
 
-def _new(lookup: Explanation) -> Reason:
-    size, parted = lookup.block_tokens, lookup.parted_at
-    rest = lookup.prompt_tokens - lookup.matched_tokens
-    if lookup.matched_tokens:
+def _new(lookup: Explanation, reach: int) -> Reason:
+    """Nothing goes on the same after `reach`, in memory or in a store."""
+    size, parted, rest = lookup.block_tokens, max(lookup.parted_at, reach), lookup.prompt_tokens - reach
+    if reach:
         text = f"The rest is new: no cached prompt goes on the same from token {parted:,} on."
         return Reason("new", parted, rest, text)
     if parted:
