@@ -34,7 +34,7 @@ def ask(served: Served, system: str, question: str) -> str:
 
 def draw(page: Page, served: Served, folder: Path) -> None:
     paragraphs = demo_document().split("\n\n")
-    beginning, later = "\n\n".join(paragraphs[:4]), "\n\n".join(paragraphs[5:7])
+    beginning, later = "\n\n".join(paragraphs[:5]), "\n\n".join(paragraphs[6:8])
     ask(served, beginning, "Where does Jonas Reed live?")
     served.stop()  # then the store alone has the prompt
     served.launch()

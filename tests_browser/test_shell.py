@@ -104,6 +104,13 @@ def test_all_tabs_by_keyboard_alone(page: Page, server: Served) -> None:
     page.one(".record h1.id")
 
 
+@pytest.mark.parametrize("tab", ["constructor", "no-such-tab/1", "requests/%E0%A4", "requests/a%2Fb%3Fc"])
+def test_odd_addresses_do_no_harm(page: Page, server: Served, tab: str) -> None:
+    page.refusals_expected = {404}
+    page.open(server.url, tab)
+    page.one("#no-record" if tab.startswith("requests") else "#message")
+
+
 def test_a_narrow_page_does_not_scroll_sideways(page: Page, server: Served) -> None:
     page.set_width(360, 740)
     fill(page, server)

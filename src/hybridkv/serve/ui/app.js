@@ -23,7 +23,15 @@ let retryTimer = 0;
 
 function route() {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  return { name: name in VIEWS ? name : "chat", argument: rest.length > 0 ? decodeURIComponent(rest.join("/")) : null };
+  return { name: Object.hasOwn(VIEWS, name) ? name : "chat", argument: rest.length > 0 ? decoded(rest.join("/")) : null };
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // not made by this page
+  }
 }
 
 /** Chats need no key where only the operator has one. */

@@ -3,7 +3,7 @@
 import { finishedRecord, streamChat } from "./api.js";
 import { h, put } from "./dom.js";
 import { count, seconds } from "./format.js";
-import { bySource, legend, promptBar } from "./sources.js";
+import { bySource, legend, markLegend, promptBar } from "./sources.js";
 import { tokenView } from "./tokens.js";
 
 export function chatView(caller) {
@@ -154,7 +154,7 @@ function addRecord(turn, record) {
   const sums = bySource(prompt.spans);
   const why = prompt.why[0]?.text ?? "Everything that can be cached was.";
   turn.facts.append(
-    promptBar(prompt), legend(sums),
+    promptBar(prompt), h("div", { class: "legends" }, legend(sums), prompt.breakpoints.length > 0 && markLegend(["breakpoint"])),
     h("p", { class: "why" }, h("b", null, "Why not more? "), h("span", { class: "why-text" }, why), " ",
       h("a", { href: `#requests/${encodeURIComponent(record.id)}` }, "Whole record")),
     tokenFold(record.id, prompt));
