@@ -275,7 +275,7 @@ class Fuzz:
         for run in tree.runs:
             found = inspector.prefix(run.key)
             assert found is not None
-            assert (run.start, True) == (found[2], len(found[1]) // TOKEN_BYTES >= run.end)
+            assert (run.start, run.end) == (found[0], len(found[1]) // TOKEN_BYTES)
             assert run.end > run.start
         assert inspector.version == before
 

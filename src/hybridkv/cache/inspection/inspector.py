@@ -6,7 +6,7 @@ from hybridkv.cache.index.leaders import Match
 from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.inspection.explanation import Evicted, Explainer, Explanation
 from hybridkv.cache.inspection.memory_map import MemoryMap, memory_map
-from hybridkv.cache.inspection.prefix_tree import PrefixTree, find_block, prefix_tree, tokens_up_to
+from hybridkv.cache.inspection.prefix_tree import PrefixTree, find_block, prefix_tree, resumable_prefixes, tokens_up_to
 from hybridkv.cache.pins import Pins
 from hybridkv.cache.steps.lease import Lease
 from hybridkv.cache.steps.placement import Placement
@@ -52,14 +52,21 @@ class Inspector:
         leaves = [pin.lease.leaf for pin in self._pins.live.values()]
         return prefix_tree(self._prefixes, leaves, max_runs, _HEAD_TOKENS)
 
-    def prefix(self, key: bytes) -> tuple[LookupKey, bytes, int] | None:
-        """A run by the key of its first block: its lookup key, all tokens up to its end, and its first position."""
+    def prefix(self, key: bytes) -> tuple[int, bytes] | None:
+        """A run by the key of its first block: its first position, and all tokens up to its end."""
         place = find_block(self._prefixes, key)
         if place is None:
             return None
-        node, block = place
-        *_, root = node.path()
-        return LookupKey(root.keys[0], ()), tokens_up_to(node), (node.start + block) * self._prefixes.block_tokens
+        return (place.node.start + place.block) * self._prefixes.block_tokens, tokens_up_to(place.node)
+
+    def resumable(self, key: bytes, most: int = 16) -> tuple[LookupKey, list[bytes]] | None:
+        """The lookup key of a run, and the tokens up to each of its last checkpoints (or to its end)."""
+        place = find_block(self._prefixes, key)
+        if place is None:
+            return None
+        *_, root = place.node.path()
+        found = resumable_prefixes(place.node, self._prefixes.block_tokens, most)
+        return LookupKey(root.keys[0], ()), found
 
     def keys_below(self, key: bytes) -> set[bytes]:
         """The keys of all blocks of a run from `key` on, and of what continues it."""

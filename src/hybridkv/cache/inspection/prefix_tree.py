@@ -90,10 +90,18 @@ def find_block(prefixes: PrefixCache, key: bytes) -> Place | None:
 
 
 def tokens_up_to(node: Node) -> bytes:
-    """All tokens of the path to the end of a node, and of the last checkpoint there."""
+    """All tokens of the path to the end of a node."""
     parts = [bytes(one.tokens) for one in node.path()]
     parts.reverse()
-    return b"".join(parts) + (node.checkpoints[-1].tail_tokens if node.checkpoints else b"")
+    return b"".join(parts)
+
+
+def resumable_prefixes(node: Node, block_tokens: int, most: int) -> list[bytes]:
+    """The tokens up to each of the last `most` checkpoints of a node; up to its end if it has none."""
+    tokens = tokens_up_to(node)
+    size = block_tokens * TOKEN_BYTES
+    ends = [(one.position // block_tokens * size, one.tail_tokens) for one in node.checkpoints[-most:]]
+    return [tokens[:end] + tail for end, tail in ends] or [tokens]
 
 
 def _visit(prefixes: PrefixCache) -> tuple[list[Node], dict[Node, int], bool]:

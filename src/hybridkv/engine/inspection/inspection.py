@@ -34,8 +34,8 @@ class Inspection:
         self._core = core
         self._loop = loop
         self._publishing = core.publishing
-        self._pins: dict[bytes, Pin] = {}
-        """Pins by the key of the run's first block. Only the engine's thread uses it."""
+        self._pins: dict[bytes, list[Pin]] = {}
+        """Pins by the key of the run's first block, one for each checkpoint. Only the engine's thread uses it."""
 
     # --- snapshots, steps and records ---------------------------------------------------------------------------------
 
@@ -61,10 +61,10 @@ class Inspection:
     def prefix_tokens(self, key: bytes) -> PrefixTokens | None:
         """A run by the key of its first block. None: it is not cached any more."""
         found = self._loop.call(lambda: self._core.cache.inspector.prefix(key))
-        return None if found is None else PrefixTokens(found[2], unpacked(found[1]))
+        return None if found is None else PrefixTokens(found[0], unpacked(found[1]))
 
     def pin_prefix(self, key: bytes, seconds: float) -> int:
-        """Keep a prefix up to the end of a run for `seconds`. Returns the number of tokens that are kept.
+        """Keep a run, its last checkpoints and all before it for `seconds`. Returns the number of tokens that are kept.
 
         0: it is not cached, or nothing of it can be resumed from.
         """
@@ -80,30 +80,29 @@ class Inspection:
 
     def _pin(self, key: bytes, seconds: float) -> int:
         cache = self._core.cache
-        found = cache.inspector.prefix(key)
+        found = cache.inspector.resumable(key)
         if found is None:
             return 0
         self._unpin(key)
         self._publishing.hasten()
-        lookup_key, tokens, _ = found
-        pin = cache.pin(tokens, seconds, lookup_key)
+        lookup_key, prefixes = found
+        pins = [cache.pin(tokens, seconds, lookup_key) for tokens in prefixes]
+        self._pins[key] = pins
         if cache.pinned_slabs() > _MOST_PINNED * cache.layout.num_slabs:
-            cache.unpin(pin)
-            count = len(tokens) // TOKEN_BYTES
+            self._unpin(key)
+            count = len(prefixes[-1]) // TOKEN_BYTES
             raise RequestError(f"a pin of {count} tokens: pins would keep more than half of the memory; unpin others")
-        if not pin.num_tokens:
-            cache.unpin(pin)
-            return 0
-        self._pins[key] = pin
-        return pin.num_tokens
+        num_tokens = max(pin.num_tokens for pin in pins)
+        if not num_tokens:
+            self._unpin(key)
+        return num_tokens
 
     def _unpin(self, key: bytes) -> bool:
-        pin = self._pins.pop(key, None)
-        if pin is None or pin.ended is not None:
-            return False
-        self._core.cache.unpin(pin)
+        pins = [pin for pin in self._pins.pop(key, ()) if pin.ended is None]
+        for pin in pins:
+            self._core.cache.unpin(pin)
         self._publishing.hasten()
-        return True
+        return bool(pins)
 
     def _drop(self, key: bytes) -> int:
         cache = self._core.cache
