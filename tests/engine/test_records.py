@@ -279,6 +279,11 @@ def explained(**given: Any) -> Explanation:
     return Explanation(**fields)
 
 
+def test_nothing_is_new_in_a_prompt_that_matches_to_its_end() -> None:
+    found = reasons(explained(prompt_tokens=1030), 512, None, None, 0)
+    assert [reason.code for reason in found] == ["state_missing"]
+
+
 @pytest.mark.parametrize(
     ("lookup", "cached", "evicted", "store", "stated"),
     [
