@@ -86,7 +86,7 @@ def test_a_request_is_explained(served: Served, capsys: pytest.CaptureFixture[st
     served.engine.reset_cache()
     ids = prompt(60)
     served.post("/v1/completions", prompt=ids, max_tokens=1)
-    reply = served.post("/v1/completions", prompt=[*ids[:40], *prompt(20, 9)], max_tokens=3).json()
+    reply = served.post("/v1/completions", prompt=[*ids[:40], *prompt(20, 9)], max_tokens=3, ignore_eos=True).json()
     out = shown(capsys, reply["id"], "--url", served.url, "--api-key", "mine")
     lines = out.splitlines()
     assert lines[0].startswith(f"{reply['id']}  /v1/completions, ")

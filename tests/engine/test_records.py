@@ -97,6 +97,26 @@ def test_a_breakpoint_where_prompts_part_makes_the_hit(engine: Engine) -> None:
     assert record.lookup.checkpoint is not None
 
 
+def test_every_group_supplies_the_position_at_which_a_turn_resumes(hybrid: Any) -> None:
+    """A reply may end inside a block: its checkpoint has the block's pages."""
+    with Engine(hybrid, memory="2MiB", device="cpu") as engine:
+        ids = prompt(100, 9)
+        [first] = engine.generate([ids], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        record = record_of(engine, [*ids, *first.token_ids, 1, 2, 3])
+        assert record.lookup is not None
+        assert record.lookup.position % 16, "inside a block"
+        assert all(group.supplies >= record.lookup.position for group in record.lookup.groups)
+
+
+def test_a_salt_is_part_of_the_reason(hybrid: Any) -> None:
+    with Engine(hybrid, memory="2MiB", device="cpu") as engine:
+        ids = prompt(100, 9)
+        record_of(engine, ids)
+        [result] = engine.generate([ids], SamplingParams(max_tokens=2, temperature=0), cache_salt="tenant")
+        assert result.record is not None
+        assert "with the same cache_salt" in result.record.why[0].text
+
+
 def test_what_was_evicted_is_told_with_its_time(hybrid: Any) -> None:
     with Engine(hybrid, memory="400KiB", device="cpu") as engine:
         ids = prompt(100, 9)
@@ -108,10 +128,11 @@ def test_what_was_evicted_is_told_with_its_time(hybrid: Any) -> None:
         assert record.lookup is not None
         evicted = record.evicted or record.lookup.evicted
         assert evicted is not None
-        assert evicted.position in (96, 101)
+        assert evicted.position == 96, "the reply ended at 101, but the prompt could resume at 96 at most"
         assert 0 < evicted.requests_ago <= 31
         [reason, *_] = record.why
         assert reason.code in ("evicted", "state_evicted")
+        assert reason.tokens <= 96
         assert re.search(r"evicted \d+ s ago \(\d+ requests? ago\)", reason.text)
         assert "or a store" in reason.text
 
@@ -324,6 +345,13 @@ def test_nothing_is_new_in_a_prompt_that_matches_to_its_end() -> None:
         (explained(), 512, None, StoreAccount("no room", 1900), ["no state", "new", "no room to load"]),
         (explained(), 512, None, StoreAccount("lookup failed"), ["no state", "new", "could not be asked"]),
         (None, 0, None, None, []),
+        (
+            explained(position=0, matched_tokens=0, parted_at=0, missing="never_seen", is_salted=True),
+            0,
+            None,
+            StoreAccount("nothing more"),
+            ["No cached prompt with the same cache_salt begins", "The store has nothing of the prompt."],
+        ),
     ],
 )
 def test_sentences(

@@ -195,3 +195,17 @@ def test_books_are_right_after_anything(seed: int) -> None:
         assert len(history._late) <= limit
         assert len(history._with_ids) == len(kept)
         assert not history._arrived
+
+
+@pytest.mark.parametrize(
+    ("code", "missing", "told"),
+    [
+        ("evicted", "never_seen", "evicted"),
+        ("state_evicted", "state_missing", "evicted"),
+        ("too_short", "never_seen", "below_block"),
+        ("new", "never_seen", "never_seen"),
+    ],
+)
+def test_the_list_tells_what_the_main_reason_tells(code: str, missing: str, told: str) -> None:
+    prompt = {"why": [{"code": code}], "lookup": {"missing": missing}}
+    assert module._missing(prompt) == told

@@ -29,7 +29,7 @@ def requests_table(requests: Sequence[Record]) -> Table:
         table.add_column(header, no_wrap=True)
     for header in ("prompt", "cached", "reply", "TTFT"):
         table.add_column(header, justify="right")
-    table.add_column("missing")
+    table.add_column("why not more")
     table.caption = "hybridkv why ID explains one"
     table.caption_justify = "left"
     for one in requests:
@@ -111,7 +111,7 @@ def _sources(prompt: Record) -> Text:
 
 
 def _groups(lookup: Record) -> Table:
-    table = Table(title="What each group of layers had", title_justify="left")
+    table = Table(title="What each group of layers had in memory", title_justify="left")
     table.add_column("group")
     table.add_column("kind")
     table.add_column("supplies to", justify="right")
@@ -137,9 +137,10 @@ def _lookup(lookup: Record, breakpoints: Sequence[int]) -> Text:
 
 
 def _lookup_lines(lookup: Record, breakpoints: Sequence[int]) -> Iterator[str]:
+    matched = max(lookup["matched_tokens"], lookup["position"])
     yield (
-        f"In memory it could resume at token {lookup['position']:,}. Keys and values match to "
-        f"{lookup['matched_tokens']:,}; at most {lookup['limit']:,} tokens can be cached."
+        f"In memory it could resume at token {lookup['position']:,}. Keys and values match to {matched:,}. The last "
+        f"token is always computed: at most {lookup['limit']:,} tokens can be cached."
     )
     used = lookup["checkpoint"]
     if used is not None:

@@ -224,7 +224,7 @@ def _totals(prompts: list[dict[str, Any]]) -> dict[str, Any]:
     sources = dict.fromkeys(_SOURCES, 0)
     for span in (span for one in prompts for span in one["spans"]):
         sources[span["source"]] += span["end"] - span["start"]
-    missing = (one["lookup"]["missing"] for one in prompts if one["lookup"] is not None)
+    missing = (_missing(one) for one in prompts)
     why = (_first_sentence(reason["text"]) for one in prompts for reason in one["why"])
     return {
         "cached_tokens": sum(one["cached_tokens"] for one in prompts),
@@ -234,6 +234,17 @@ def _totals(prompts: list[dict[str, Any]]) -> dict[str, Any]:
         "why": next(why, None),
         "by_source": sources,
     }
+
+
+def _missing(prompt: dict[str, Any]) -> str | None:
+    """What the lookup lacked, or the main reason where it says more: a lookup cannot tell evicted from never seen."""
+    code: str = prompt["why"][0]["code"] if prompt["why"] else ""
+    if code == "evicted" or code.endswith("_evicted"):
+        return "evicted"
+    if code == "too_short":
+        return "below_block"
+    found: str | None = prompt["lookup"]["missing"] if prompt["lookup"] is not None else None
+    return found
 
 
 def _first_sentence(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hybridkv.cache.index.tree import Checkpoint, PathNode
 from hybridkv.cache.layout import CacheGroup, Role
 from hybridkv.cache.retention.eviction_log import Eviction
 from hybridkv.cache.retention.policy import Kind
-from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES
 
 _MOST_LISTED = 16
 _MOST_COMPARED = 64
@@ -57,6 +57,12 @@ class Evicted:
     seconds_ago: float
     requests_ago: int
 
+    def in_prompt(self, num_tokens: int, block_tokens: int) -> Evicted:
+        """The part that a prompt could have used. An item may end in a reply, after the last token of the prompt."""
+        if self.position < num_tokens:
+            return self
+        return replace(self, position=(num_tokens - 1) // block_tokens * block_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -76,6 +82,8 @@ class Explanation:
     groups: tuple[GroupSupply, ...]
     evicted: Evicted | None
     """The deepest checkpoint between `position` and `matched_tokens` that was evicted."""
+    is_salted: bool = False
+    """Whether a `cache_salt` keeps the request apart from requests without this salt."""
 
     @property
     def last_position(self) -> int:
@@ -97,7 +105,8 @@ class Explainer:
         path, resume, num_tokens = found.path, found.resume, len(found.tokens) // TOKEN_BYTES
         checkpoint = None if resume.checkpoint is None else self._used(resume.checkpoint)
         checkpoints = list(self._rule.reachable(path, found.tokens, num_tokens - 1))
-        groups = [*self._token_groups(path, taps), *self._states(checkpoints)]
+        groups = [*self._token_groups(path, taps, resume.position), *self._states(checkpoints)]
+        evicted = self._evicted_between(path, resume.position, resume.matched_tokens)
         return Explanation(
             num_tokens,
             resume.position,
@@ -107,7 +116,8 @@ class Explainer:
             self._block_tokens,
             checkpoint,
             tuple(groups),
-            self._evicted_between(path, resume.position, resume.matched_tokens),
+            None if evicted is None else evicted.in_prompt(num_tokens, self._block_tokens),
+            found.key.root != PLAIN_KEY.root,
         )
 
     def evicted(self, eviction: Eviction | None) -> Evicted | None:
@@ -122,14 +132,18 @@ class Explainer:
         idle_s = self._prefixes.history.seconds_since(checkpoint.last_used)
         return UsedCheckpoint(checkpoint.position, checkpoint.kind, checkpoint.num_hits, idle_s)
 
-    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int]) -> Iterator[GroupSupply]:
+    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int], resumed: int) -> Iterator[GroupSupply]:
+        """`resumed`: all groups can supply it. It may lie inside a block, whose pages the checkpoint has."""
         for index, group in enumerate(self._prefixes.groups.token_groups):
             if group.role is Role.TAP and index not in taps:
                 continue
-            supplies = self._supplied(path, index, group)
-            runs = [(0, supplies)] * bool(supplies) if group.role is Role.FULL else _runs(path, index)
-            tokens = tuple((a * self._block_tokens, b * self._block_tokens) for a, b in runs[-_MOST_LISTED:])
-            yield GroupSupply(group.name, group.role, supplies * self._block_tokens, runs=tokens)
+            supplies = max(self._supplied(path, index, group) * self._block_tokens, resumed)
+            if group.role is Role.FULL:
+                tokens = ((0, supplies),) * bool(supplies)
+            else:
+                runs = _runs(path, index)[-_MOST_LISTED:]
+                tokens = tuple((a * self._block_tokens, b * self._block_tokens) for a, b in runs)
+            yield GroupSupply(group.name, group.role, supplies, runs=tokens)
 
     def _supplied(self, path: Sequence[PathNode], index: int, group: CacheGroup) -> int:
         """The last block boundary that one group alone can supply."""

@@ -102,7 +102,7 @@ class RequestLog:
             request.breakpoints,
             self._spans(request.prompt_tokens, request.cached_tokens, 0 if received is None else received.num_tokens),
             self._lookup,
-            self._evicted,
+            self._evicted_in(request.prompt_tokens),
             self.store,
             tuple(sorted(self._moments, key=lambda moment: moment.at)),
             self._rows,
@@ -114,6 +114,12 @@ class RequestLog:
             metrics.per_token_s,
             metrics.preemptions,
         )
+
+    def _evicted_in(self, prompt_tokens: int) -> Evicted | None:
+        """What the samples found evicted, up to the end of the prompt: their replies may have been evicted too."""
+        if self._evicted is None or self._lookup is None:
+            return self._evicted
+        return self._evicted.in_prompt(prompt_tokens, self._lookup.block_tokens)
 
     def _spans(self, prompt_tokens: int, cached: int, received: int) -> tuple[Span, ...]:
         memory = 0 if self._lookup is None else min(self._lookup.position, cached)

@@ -93,8 +93,8 @@ def _not_resumable(lookup: Explanation, missing: Missing, cached: int, has_store
     text = f"{begin}no {thing} {kept} {since}: {_count(lost)} were computed again. "
     if missing is Missing.STATE:
         text += (
-            f"One is kept at token {matched:,} now. A breakpoint there, such as the end of a message, would have kept "
-            f"it in time."
+            f"One is kept at token {matched:,} now. A breakpoint of the earlier request at that token would have kept "
+            f"it in time: ends of messages are breakpoints, and the field `breakpoints` adds others."
         )
     elif missing is Missing.TAP:
         text += "The requests before this one did not ask for these layers."
@@ -123,7 +123,8 @@ def _new(lookup: Explanation, reach: int) -> Reason:
             f"and begins with the first token."
         )
         return Reason("parted_early", parted, rest, text)
-    text = f"No cached prompt begins with the same token. A shared prefix has at least {size} tokens."
+    salted = " with the same cache_salt" if lookup.is_salted else ""
+    text = f"No cached prompt{salted} begins with the same token. A shared prefix has at least {size} tokens."
     return Reason("never_seen", 0, rest, text)
 
 
@@ -140,7 +141,8 @@ def _about_store(store: StoreAccount, lookup: Explanation) -> Iterator[Reason]:
         text = f"The store had the prompt up to token {store.found:,}, but there was no room to load it."
         yield Reason("store_no_room", store.found, max(0, store.found - position), text)
     elif store.outcome == "nothing more":
-        yield Reason("store_has_no_more", None, 0, "The store has no more of the prompt either.")
+        text = "The store has no more of the prompt either." if position else "The store has nothing of the prompt."
+        yield Reason("store_has_no_more", None, 0, text)
 
 
 def _was_evicted(evicted: Evicted) -> str:

@@ -6,10 +6,12 @@ import { patterned, prepare } from "./paint.js";
 import { MISSING_CODES, missingLabel } from "./sources.js";
 
 const HIT_PARTS = [["memory", "--memory", null], ["store", "--store", "slash"], ["engine", "--engine", "cross"]];
-const MISS_PATTERNS = [null, "slash", "backslash", "rows", "cross", "slash"];
+const MISS_PATTERNS = [null, "slash", "backslash", "rows", "cross", "backslash", "slash"];
 const MISSES = [...MISSING_CODES, "other"];
 const STEP_PARTS = [["schedule", "--hue-1", "slash"], ["model", "--hue-0", null], ["sample", "--hue-3", "backslash"], ["commit", "--hue-2", "rows"]];
 const NUM_STEPS = 300;
+const MOST_BARS = 100;
+const WIDEST_BAR = 24;
 
 function fills(context, parts) {
   return parts.map(([, color, pattern]) => patterned(context, cssColor(color), pattern));
@@ -37,14 +39,16 @@ const swatch = (name) => h("span", { class: `swatch ${name}` });
 /** Tokens of requests: hits above the line, misses by reason below it. */
 export function hitChart() {
   let bars = [];
+  /** Pixels from one bar to the next. */
+  const pitch = (width) => Math.min(WIDEST_BAR + 1, width / Math.max(1, bars.length));
   const hint = "Newest request at the right. Above the line: cached tokens. Below: computed tokens by reason.";
   const { canvas, element } = readoutCanvas("Cached and computed tokens of the last requests", hint, (x) => {
-    const bar = bars[Math.floor(x * bars.length)];
+    const bar = bars[bars.length - 1 - Math.floor(((1 - x) * canvas.clientWidth) / pitch(canvas.clientWidth))];
     return bar && `${clock(bar.created)}: ${count(bar.cached_tokens)} of ${count(bar.prompt_tokens)} tokens cached; missing: ${missingLabel(bar.missing)}`;
   });
 
   function draw(summaries) {
-    bars = summaries.slice(0, 100).reverse();
+    bars = summaries.slice(0, MOST_BARS).reverse();
     if (canvas.clientWidth === 0) return;
     const { context, width, height } = prepare(canvas, 120);
     const up = fills(context, HIT_PARTS);
@@ -52,19 +56,20 @@ export function hitChart() {
     const most = Math.max(1, ...bars.map((bar) => Math.max(bar.prompt_tokens - bar.by_source.computed, bar.by_source.computed)));
     const middle = Math.round(height / 2);
     const scale = (middle - 4) / most;
-    const step = width / Math.max(1, bars.length);
+    const step = pitch(width);
+    const left = width - step * bars.length;
     bars.forEach((bar, i) => {
       let y = middle;
-      const wide = Math.max(1, Math.min(24, step - 1));
+      const wide = Math.max(1, step - 1);
       HIT_PARTS.forEach(([source], k) => {
         const tall = (bar.by_source[source] ?? 0) * scale;
         context.fillStyle = up[k];
-        context.fillRect(i * step, y - tall, wide, tall);
+        context.fillRect(left + i * step, y - tall, wide, tall);
         y -= tall;
       });
       const reason = MISSING_CODES.indexOf(bar.missing);
       context.fillStyle = down[reason < 0 ? MISSES.length - 1 : reason];
-      context.fillRect(i * step, middle, wide, bar.by_source.computed * scale);
+      context.fillRect(left + i * step, middle, wide, bar.by_source.computed * scale);
     });
     context.fillStyle = cssColor("--dim");
     context.fillRect(0, middle, width, 1);

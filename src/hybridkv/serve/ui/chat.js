@@ -30,7 +30,7 @@ export function chatView(caller) {
     hint.remove();
     turns.push(turn);
     log.append(turn.box);
-    turn.box.scrollIntoView({ block: "nearest" });
+    scrollTo(0, document.documentElement.scrollHeight);
     return turn;
   }
 
@@ -66,8 +66,10 @@ export function chatView(caller) {
     status.textContent = `Reply: ${turn.text}`;
     control = null;
     setBusy(false);
+    const follows = isAtEnd();
     showNumbers(turn, seen);
     if (seen.id !== null) await showRecord(turn, seen.id);
+    if (follows) turn.facts.querySelector(".why")?.scrollIntoView({ block: "nearest" });
   }
 
   /** Records are for callers that the server knows. */
@@ -89,10 +91,10 @@ export function chatView(caller) {
     const text = choice.delta.content;
     if (!text) return;
     seen.ttft ??= (performance.now() - seen.began) / 1000;
-    const isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 60;
+    const follows = isAtEnd();
     turn.text += text;
     turn.body.append(text);
-    if (isAtEnd) turn.box.scrollIntoView({ block: "end" });
+    if (follows) scrollTo(0, document.documentElement.scrollHeight);
   }
 
   async function submit(event) {
@@ -135,6 +137,8 @@ export function chatView(caller) {
     h("section", { class: "conversation" }, log, form, status));
   return { element, show() {}, hide() {} };
 }
+
+const isAtEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - 60;
 
 function showNumbers(turn, seen) {
   const numbers = [];

@@ -30,7 +30,7 @@ export function prefixesView(caller) {
     note.hidden = nodes.size > 0;
     note.textContent = "The cache holds no prefix. Send a request first.";
     const tokens = data.nodes.reduce((sum, node) => sum + node.end - node.start, 0);
-    put(head, h("span", null, h("b", null, count(data.num_nodes)), " nodes"), h("span", null, h("b", null, count(tokens)), " tokens"),
+    put(head, h("span", null, h("b", null, count(data.num_nodes)), data.num_nodes === 1 ? " node" : " nodes"), h("span", null, h("b", null, count(tokens)), " tokens"),
       data.is_cut && h("span", null, "only a part is shown"));
     draw();
     if (selected !== null) panel.update(nodes.get(selected) ?? null);

@@ -4,7 +4,7 @@ import { getRecord } from "./api.js";
 import { h, put, table } from "./dom.js";
 import { bytes, clock, count, seconds } from "./format.js";
 import { gantt } from "./gantt.js";
-import { bySource, legend, markLegend, missingLabel, promptBar } from "./sources.js";
+import { bySource, legend, markLegend, promptBar } from "./sources.js";
 import { tokenView } from "./tokens.js";
 
 const RETRY_MS = 700;
@@ -64,7 +64,7 @@ function numbers(prompt) {
 
 function spans(prompt) {
   const { lookup } = prompt;
-  const kinds = ["breakpoint", lookup?.checkpoint && "checkpoint", lookup && lookup.matched_tokens > lookup.position && "matched",
+  const kinds = [prompt.breakpoints.length > 0 && "breakpoint", lookup?.checkpoint && "checkpoint", lookup && lookup.matched_tokens > lookup.position && "matched",
     lookup?.evicted.length > 0 && "evicted"];
   return [h("h2", null, "Where the prompt came from"), promptBar(prompt, lookup),
     h("p", { class: "axis" }, h("span", null, "0"), h("span", null, count(prompt.prompt_tokens))),
@@ -82,9 +82,9 @@ function groups(prompt) {
   const { lookup } = prompt;
   if (lookup === null) return h("p", { class: "dim" }, "The cache was not asked for this prompt.");
   const columns = [["group", ""], ["kind", "wide"], ["alone supplies", "num"], ["states", "num wide"], ["has", "bar-cell"]];
-  return [h("h2", null, "What each group had"),
-    h("p", null, `All groups together supply ${count(lookup.position)} tokens; the cached text matches ${count(lookup.matched_tokens)}; `,
-      `at most ${count(lookup.limit)} can be supplied, in blocks of ${count(lookup.block_tokens)}. Missing: ${missingLabel(lookup.missing)}.`),
+  return [h("h2", null, "What each group had in memory"),
+    h("p", null, `All groups together supply ${count(lookup.position)} tokens; the cached text matches ${count(Math.max(lookup.matched_tokens, lookup.position))}; `,
+      `at most ${count(lookup.limit)} can be supplied. Blocks have ${count(lookup.block_tokens)} tokens.`),
     table("Groups", columns, lookup.groups.map((group) => [
       group.name, group.kind, count(group.supplies), group.num_positions > 0 ? count(group.num_positions) : "–", runsBar(group, Math.max(1, prompt.prompt_tokens))]))];
 }
@@ -92,9 +92,9 @@ function groups(prompt) {
 function evicted(prompt) {
   const gone = prompt.lookup?.evicted ?? [];
   if (gone.length === 0) return null;
-  const columns = [["evicted", ""], ["at token", "num"], ["ago", "num"], ["requests ago", "num"]];
+  const columns = [["up to token", "num"], ["ago", "num"], ["requests ago", "num"]];
   return [h("h2", null, "Evicted before"), table("Evicted before", columns, gone.map((entry) => [
-    entry.what, count(entry.position), seconds(entry.seconds_ago), count(entry.requests_ago)]))];
+    count(entry.position), seconds(entry.seconds_ago), count(entry.requests_ago)]))];
 }
 
 function store({ store: asked }) {

@@ -21,7 +21,7 @@ export function requestsView(caller) {
     h("h2", null, "Steps"), steps.element,
     h("h2", null, "Records"), note,
     h("div", { class: "scroll" }, h("table", { class: "records" }, h("thead", null, h("tr", null,
-      ["time", "request", "prompt", "tokens by source", "cached", "first token", "missing"].map((title, i) =>
+      ["time", "request", "prompt", "tokens by source", "cached", "first token", "why not more"].map((title, i) =>
         h("th", { scope: "col", class: ["", "wide", "num", "bar-cell", "num", "num wide", ""][i] }, title)))), rows)));
   const element = h("div", null);
   let known = new Map();

@@ -18,6 +18,7 @@ const MISSING = {
   tap_missing: "hidden states gone",
   never_seen: "never seen",
   below_block: "below one block",
+  evicted: "evicted",
 };
 export const MISSING_CODES = Object.keys(MISSING);
 export const missingLabel = (code) => (code === null || code === undefined ? "–" : (MISSING[code] ?? code.replaceAll("_", " ")));
