@@ -331,3 +331,27 @@ def test_sentences(
     assert bool(texts) == bool(stated)
     assert all(text.endswith(".") for text in texts)
     assert all(reason.tokens >= 0 for reason in found)
+
+
+# --- evictions --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_of_a_reply_is_not_part_of_the_prompt(hybrid: Any) -> None:
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        ids = prompt(50, 9)
+        record_of(engine, ids, long)
+        for number in range(30):
+            record_of(engine, prompt(100, 100 + number))
+        record = record_of(engine, ids, long)
+        assert record.evicted is not None
+        assert record.evicted.position == 50
+        [reason] = [reason for reason in record.why if reason.code == "evicted"]
+        assert (reason.position, reason.tokens) == (50, 50 - record.cached_tokens)
+
+
+def test_an_evicted_state_before_what_a_store_has_loaded_cost_nothing() -> None:
+    gone = Evicted(32, 1.0, 1)
+    lookup = Explanation(200, 0, 160, "state_missing", 160, 16, None, (), gone)
+    [state, *_] = reasons(lookup, 64, None, StoreAccount("loaded", 64, 64), 0)
+    assert (state.code, state.position, state.tokens) == ("state_missing", 160, 96)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridkv.cache import Cache, Evicted, Explanation, Lease, Match
@@ -102,7 +103,7 @@ class RequestLog:
             request.breakpoints,
             self._spans(request.prompt_tokens, request.cached_tokens, 0 if received is None else received.num_tokens),
             self._lookup,
-            self._evicted,
+            self._evicted and replace(self._evicted, position=min(self._evicted.position, request.prompt_tokens)),
             self.store,
             tuple(sorted(self._moments, key=lambda moment: moment.at)),
             self._rows,
