@@ -355,3 +355,14 @@ def test_an_evicted_state_before_what_a_store_has_loaded_cost_nothing() -> None:
     lookup = Explanation(200, 0, 160, "state_missing", 160, 16, None, (), gone)
     [state, *_] = reasons(lookup, 64, None, StoreAccount("loaded", 64, 64), 0)
     assert (state.code, state.position, state.tokens) == ("state_missing", 160, 96)
+
+
+def test_what_a_preempted_request_has_lost_itself_was_not_cached_before(hybrid: Any) -> None:
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        results = engine.generate([prompt(60 + i, 500 + i) for i in range(6)], long, progress=False)
+        records = [result.record for result in results if result.record is not None]
+        assert sum(record.preemptions for record in records) > 2
+        for record in records:
+            assert record.evicted is None
+            assert codes(record)[0] == "never_seen"
