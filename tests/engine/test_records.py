@@ -366,3 +366,14 @@ def test_what_a_preempted_request_has_lost_itself_was_not_cached_before(hybrid: 
         for record in records:
             assert record.evicted is None
             assert codes(record)[0] == "never_seen"
+
+
+def test_every_group_supplies_what_the_request_resumed_from(hybrid: Any) -> None:
+    """A reply that ends inside a block is continued there."""
+    with Engine(hybrid, memory="4MiB", device="cpu") as engine:
+        ids = prompt(19, 1)
+        reply = engine.generate([ids], SHORT, progress=False)[0].token_ids
+        record = record_of(engine, ids + list(reply) + prompt(40, 2))
+        assert record.lookup is not None
+        assert record.lookup.position == 20
+        assert min(group.supplies for group in record.lookup.groups) == 20

@@ -97,7 +97,7 @@ class Explainer:
         path, resume, num_tokens = found.path, found.resume, len(found.tokens) // TOKEN_BYTES
         checkpoint = None if resume.checkpoint is None else self._used(resume.checkpoint)
         checkpoints = list(self._rule.reachable(path, found.tokens, num_tokens - 1))
-        groups = [*self._token_groups(path, taps), *self._states(checkpoints)]
+        groups = [*self._token_groups(path, taps, resume.position), *self._states(checkpoints)]
         return Explanation(
             num_tokens,
             resume.position,
@@ -122,14 +122,15 @@ class Explainer:
         idle_s = self._prefixes.history.seconds_since(checkpoint.last_used)
         return UsedCheckpoint(checkpoint.position, checkpoint.kind, checkpoint.num_hits, idle_s)
 
-    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int]) -> Iterator[GroupSupply]:
+    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int], position: int) -> Iterator[GroupSupply]:
+        """`position`: where the request resumes. A checkpoint inside a block has the tokens after the last whole one."""
         for index, group in enumerate(self._prefixes.groups.token_groups):
             if group.role is Role.TAP and index not in taps:
                 continue
             supplies = self._supplied(path, index, group)
             runs = [(0, supplies)] * bool(supplies) if group.role is Role.FULL else _runs(path, index)
             tokens = tuple((a * self._block_tokens, b * self._block_tokens) for a, b in runs[-_MOST_LISTED:])
-            yield GroupSupply(group.name, group.role, supplies * self._block_tokens, runs=tokens)
+            yield GroupSupply(group.name, group.role, max(supplies * self._block_tokens, position), runs=tokens)
 
     def _supplied(self, path: Sequence[PathNode], index: int, group: CacheGroup) -> int:
         """The last block boundary that one group alone can supply."""
