@@ -377,3 +377,19 @@ def test_every_group_supplies_what_the_request_resumed_from(hybrid: Any) -> None
         assert record.lookup is not None
         assert record.lookup.position == 20
         assert min(group.supplies for group in record.lookup.groups) == 20
+
+
+def test_what_was_dropped_by_hand_was_not_evicted(hybrid: Any) -> None:
+    """A state of it was evicted before: that is not why the prompt is gone."""
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        ids, cache, call = prompt(100, 9), engine._core.cache, engine._loop.call
+        record_of(engine, ids)
+        for number in range(40):
+            record_of(engine, prompt(40, 100 + number))
+            if call(lambda: cache.explain(cache.match(ids))).evicted is not None:
+                break
+        _, first, *_ = call(lambda: cache.match(ids)).found.path
+        assert engine.inspection.drop_prefix(first.node.keys[0])
+        record = record_of(engine, ids)
+        assert record.evicted is None
+        assert codes(record) == ["never_seen"]

@@ -107,7 +107,7 @@ class Explainer:
             self._block_tokens,
             checkpoint,
             tuple(groups),
-            self._evicted_between(path, resume.position, resume.matched_tokens),
+            self._evicted_between(path, resume.position, resume.matched_tokens, num_tokens),
         )
 
     def evicted(self, eviction: Eviction | None) -> Evicted | None:
@@ -156,14 +156,19 @@ class Explainer:
         others += [one.tail_tokens for one in node.checkpoints[-_MOST_COMPARED:] if one.position > matched]
         return matched + max((_common_tokens(other, tokens, start) for other in others), default=0)
 
-    def _evicted_between(self, path: Sequence[PathNode], position: int, matched: int) -> Evicted | None:
-        """The deepest entry of the eviction log in blocks that match after `position`."""
+    def _evicted_between(
+        self, path: Sequence[PathNode], position: int, matched: int, num_tokens: int
+    ) -> Evicted | None:
+        """The deepest entry of the eviction log in blocks that match after `position`, and before the prompt's end."""
         if matched <= position:
             return None
         first, last, log = position // self._block_tokens, matched // self._block_tokens, self._prefixes.history.log
         for node, _ in reversed(path):
             if node.parent is not None and node.start < last:
-                eviction = log.deepest(node.keys[max(0, first - node.start) : last - node.start])
+                keys = node.keys[max(0, first - node.start) : last - node.start]
+                eviction = log.deepest(keys)
+                if eviction is not None and eviction.position >= num_tokens:  # inside the block after the last one
+                    eviction = log.deepest(keys[:-1])
                 if eviction is not None:
                     return self.evicted(eviction)
         return None
