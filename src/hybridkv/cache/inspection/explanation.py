@@ -123,7 +123,7 @@ class Explainer:
         return UsedCheckpoint(checkpoint.position, checkpoint.kind, checkpoint.num_hits, idle_s)
 
     def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int], position: int) -> Iterator[GroupSupply]:
-        """`position`: where the request resumes. A checkpoint inside a block has the tokens after the last whole one."""
+        """`position`: where the request resumes. A checkpoint inside a block also has the tokens of that block."""
         for index, group in enumerate(self._prefixes.groups.token_groups):
             if group.role is Role.TAP and index not in taps:
                 continue
