@@ -17,6 +17,9 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.engine.zoo import prompt
 from tests.serve.serving import Served, serving
 
+_FAR = b'{"data": [{"id": "a", "created": 1e30, "ttft_s": null, "outcome": "x"}]}'
+"""A time that no calendar has."""
+
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +165,7 @@ def test_what_goes_wrong(served: Served, capsys: pytest.CaptureFixture[str]) -> 
     key = ["--api-key", "mine", "--url", served.url]
     assert "404: no request 'nope' of yours is known" in complaint(capsys, "nope", *key)
     assert "404: no request 'a/../b?c#d' of yours" in complaint(capsys, "a/../b?c#d", *key)
+    assert "404: no request '\N{REPLACEMENT CHARACTER}' of yours" in complaint(capsys, "\udcff", *key)
     assert "401: a valid API key is needed" in complaint(capsys, "nope", "--url", served.url)
     assert "pass --api-key, or set $HYBRIDKV_OPERATOR_KEY" in complaint(capsys, "--url", served.url, "--api-key", "no")
     assert "an empty ID: pass the id of a reply" in complaint(capsys, "", *key)
@@ -185,6 +189,7 @@ def test_addresses_that_are_none(url: str, capsys: pytest.CaptureFixture[str]) -
         (404, b'{"error": "x"}', "answers 404: that is no hybridkv server"),
         (503, b'{"error": {"message": "down\\u001b[31m"}}', "answers 503: down\N{REPLACEMENT CHARACTER}[31m"),
         (200, b'{"data": [{"id": 1}]}', "answers in a form of another version"),
+        (200, _FAR, "answers in a form of another version"),
     ],
 )
 def test_other_servers(status: int, body: bytes, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -364,3 +364,65 @@ def test_sentences(
     assert bool(texts) == bool(stated)
     assert all(text.endswith(".") for text in texts)
     assert all(reason.tokens >= 0 for reason in found)
+
+
+# --- evictions --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_of_a_reply_is_not_part_of_the_prompt(hybrid: Any) -> None:
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        ids = prompt(50, 9)
+        record_of(engine, ids, long)
+        for number in range(30):
+            record_of(engine, prompt(100, 100 + number))
+        record = record_of(engine, ids, long)
+        assert record.evicted is not None
+        assert record.evicted.position == 48  # where the prompt could have resumed
+        [reason] = [reason for reason in record.why if reason.code == "evicted"]
+        assert (reason.position, reason.tokens) == (48, 48 - record.cached_tokens)
+
+
+def test_an_evicted_state_before_what_a_store_has_loaded_cost_nothing() -> None:
+    gone = Evicted(32, 1.0, 1)
+    lookup = Explanation(200, 0, 160, "state_missing", 160, 16, None, (), gone)
+    [state, *_] = reasons(lookup, 64, None, StoreAccount("loaded", 64, 64), 0)
+    assert (state.code, state.position, state.tokens) == ("state_missing", 160, 96)
+
+
+def test_what_a_preempted_request_has_lost_itself_was_not_cached_before(hybrid: Any) -> None:
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        results = engine.generate([prompt(60 + i, 500 + i) for i in range(6)], long, progress=False)
+        records = [result.record for result in results if result.record is not None]
+        assert sum(record.preemptions for record in records) > 2
+        for record in records:
+            assert record.evicted is None
+            assert codes(record)[0] == "never_seen"
+
+
+def test_every_group_supplies_what_the_request_resumed_from(hybrid: Any) -> None:
+    """A reply that ends inside a block is continued there."""
+    with Engine(hybrid, memory="4MiB", device="cpu") as engine:
+        ids = prompt(19, 1)
+        reply = engine.generate([ids], SHORT, progress=False)[0].token_ids
+        record = record_of(engine, ids + list(reply) + prompt(40, 2))
+        assert record.lookup is not None
+        assert record.lookup.position == 20
+        assert min(group.supplies for group in record.lookup.groups) == 20
+
+
+def test_what_was_dropped_by_hand_was_not_evicted(hybrid: Any) -> None:
+    """A state of it was evicted before: that is not why the prompt is gone."""
+    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+        ids, cache, call = prompt(100, 9), engine._core.cache, engine._loop.call
+        record_of(engine, ids)
+        for number in range(40):
+            record_of(engine, prompt(40, 100 + number))
+            if call(lambda: cache.explain(cache.match(ids))).evicted is not None:
+                break
+        _, first, *_ = call(lambda: cache.match(ids)).found.path
+        assert engine.inspection.drop_prefix(first.node.keys[0])
+        record = record_of(engine, ids)
+        assert record.evicted is None
+        assert codes(record) == ["never_seen"]

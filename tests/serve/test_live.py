@@ -205,6 +205,19 @@ def test_there_are_so_many_streams_and_no_more(engine: Engine, monkeypatch: pyte
             next(one)
 
 
+def test_one_key_leaves_streams_to_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_STREAMS_PER_KEY", 1)
+    with serving(engine, api_keys=("a", "b"), operator_key="o") as served:
+        served.http.headers["Authorization"] = "Bearer a"
+        with listening(served, "steps") as one:
+            next(one)
+            assert "open with this key" in error_of(served.http.get(PATH), 429)["message"]
+            for key in ("b", "o"):
+                served.http.headers["Authorization"] = f"Bearer {key}"
+                with listening(served, "steps") as other:
+                    next(other)
+
+
 def test_nothing_is_made_while_nobody_reads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[object] = []
     monkeypatch.setattr(served.engine.inspection, "watch", watched.append)

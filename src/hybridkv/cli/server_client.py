@@ -36,7 +36,7 @@ class ServerClient:
 
     def get(self, *path: str) -> dict[str, Any]:
         """The JSON object at a path, whose parts may have any characters. Raises InputError for all that goes wrong."""
-        address = self._base + "".join(f"/{quote(part, safe='')}" for part in path)
+        address = self._base + "".join(f"/{quote(part, safe='', errors='surrogateescape')}" for part in path)
         try:
             self._connection.request("GET", address, headers=self._headers)
             reply = self._connection.getresponse()

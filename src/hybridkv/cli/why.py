@@ -43,7 +43,7 @@ def why_command(
         return
     try:
         _show(found, is_list=request is None)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{url} answers in a form of another version ({reason}): --json prints it as it is") from None
 

@@ -28,6 +28,8 @@ _SNAPSHOTS = frozenset(("memory", "prefixes"))
 """Topics whose events are snapshots that the engine makes."""
 OPERATOR_TOPICS = frozenset(("prefixes",))
 MAX_STREAMS = 512
+MAX_STREAMS_PER_KEY = 64
+"""Of one API key other than the operator's."""
 PERIOD_S = 0.25
 _FIRST_PERIOD_S = 0.02
 """Period while a snapshot that readers want has not been made yet."""
@@ -90,6 +92,9 @@ class Live:
         """A stream of the topics' events."""
         if len(self._readers) >= self._max_streams:
             raise TooBusyError(f"{self._max_streams} streams of live events are open, which is the limit: close one")
+        own = sum(reader.caller.owner == caller.owner for reader in self._readers)
+        if own >= MAX_STREAMS_PER_KEY and not caller.is_operator:
+            raise TooBusyError(f"{own} streams of live events are open with this key, which is the limit: close one")
         reader = _Reader(topics, caller)
         self._readers.add(reader)
         return EventStream(self._events(reader), on_end=lambda: self._close(reader), last_event=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -106,7 +107,6 @@ class Explainer:
         checkpoint = None if resume.checkpoint is None else self._used(resume.checkpoint)
         checkpoints = list(self._rule.reachable(path, found.tokens, num_tokens - 1))
         groups = [*self._token_groups(path, taps, resume.position), *self._states(checkpoints)]
-        evicted = self._evicted_between(path, resume.position, resume.matched_tokens)
         return Explanation(
             num_tokens,
             resume.position,
@@ -116,7 +116,7 @@ class Explainer:
             self._block_tokens,
             checkpoint,
             tuple(groups),
-            None if evicted is None else evicted.in_prompt(num_tokens, self._block_tokens),
+            self._evicted_between(path, resume.position, resume.matched_tokens, num_tokens),
             found.key.root != PLAIN_KEY.root,
         )
 
@@ -132,18 +132,15 @@ class Explainer:
         idle_s = self._prefixes.history.seconds_since(checkpoint.last_used)
         return UsedCheckpoint(checkpoint.position, checkpoint.kind, checkpoint.num_hits, idle_s)
 
-    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int], resumed: int) -> Iterator[GroupSupply]:
-        """`resumed`: all groups can supply it. It may lie inside a block, whose pages the checkpoint has."""
+    def _token_groups(self, path: Sequence[PathNode], taps: Sequence[int], position: int) -> Iterator[GroupSupply]:
+        """`position`: where the request resumes. A checkpoint inside a block also has the tokens of that block."""
         for index, group in enumerate(self._prefixes.groups.token_groups):
             if group.role is Role.TAP and index not in taps:
                 continue
-            supplies = max(self._supplied(path, index, group) * self._block_tokens, resumed)
-            if group.role is Role.FULL:
-                tokens = ((0, supplies),) * bool(supplies)
-            else:
-                runs = _runs(path, index)[-_MOST_LISTED:]
-                tokens = tuple((a * self._block_tokens, b * self._block_tokens) for a, b in runs)
-            yield GroupSupply(group.name, group.role, supplies, runs=tokens)
+            supplies = self._supplied(path, index, group)
+            runs = [(0, supplies)] * bool(supplies) if group.role is Role.FULL else _runs(path, index)
+            tokens = tuple((a * self._block_tokens, b * self._block_tokens) for a, b in runs[-_MOST_LISTED:])
+            yield GroupSupply(group.name, group.role, max(supplies * self._block_tokens, position), runs=tokens)
 
     def _supplied(self, path: Sequence[PathNode], index: int, group: CacheGroup) -> int:
         """The last block boundary that one group alone can supply."""
@@ -165,18 +162,25 @@ class Explainer:
         node, num_blocks = path[-1]
         if num_blocks < node.num_blocks:
             return matched + _common_tokens(node.tokens[num_blocks * size : (num_blocks + 1) * size], tokens, start)
-        others = list(node.children)[:_MOST_COMPARED]
+        others = list(islice(node.children, _MOST_COMPARED))
         others += [one.tail_tokens for one in node.checkpoints[-_MOST_COMPARED:] if one.position > matched]
-        return matched + max((_common_tokens(other, tokens, start) for other in others), default=0)
+        first = tokens[start : start + TOKEN_BYTES]
+        similar = [other for other in others if other.startswith(first)]
+        return matched + max((_common_tokens(other, tokens, start) for other in similar), default=0)
 
-    def _evicted_between(self, path: Sequence[PathNode], position: int, matched: int) -> Evicted | None:
-        """The deepest entry of the eviction log in blocks that match after `position`."""
+    def _evicted_between(
+        self, path: Sequence[PathNode], position: int, matched: int, num_tokens: int
+    ) -> Evicted | None:
+        """The deepest entry of the eviction log in blocks that match after `position`, and before the prompt's end."""
         if matched <= position:
             return None
         first, last, log = position // self._block_tokens, matched // self._block_tokens, self._prefixes.history.log
         for node, _ in reversed(path):
             if node.parent is not None and node.start < last:
-                eviction = log.deepest(node.keys[max(0, first - node.start) : last - node.start])
+                keys = node.keys[max(0, first - node.start) : last - node.start]
+                eviction = log.deepest(keys)
+                if eviction is not None and eviction.position >= num_tokens:  # inside the block after the last one
+                    eviction = log.deepest(keys[:-1])
                 if eviction is not None:
                     return self.evicted(eviction)
         return None

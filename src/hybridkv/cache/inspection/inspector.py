@@ -88,5 +88,7 @@ class Inspector:
         if block:
             self._prefixes.index.split(node, block)
         num_blocks = sum(one.num_blocks for one in node.subtree())
+        for one in node.subtree():
+            self._prefixes.history.log.forget(one.keys)
         self._prefixes.kill(node)
         return num_blocks * self._prefixes.block_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hybridkv.cache.retention.policy import Numbers
@@ -51,6 +51,11 @@ class EvictionLog:
         if self._by_key.keys().isdisjoint(keys):
             return None
         return self._by_key[next(key for key in reversed(keys) if key in self._by_key)]
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Remove the entries of blocks that are gone for another reason."""
+        for key in keys:
+            self._by_key.pop(key, None)
 
     def clear(self) -> None:
         self._by_key.clear()

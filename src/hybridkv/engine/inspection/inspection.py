@@ -83,15 +83,16 @@ class Inspection:
         found = cache.inspector.resumable(key)
         if found is None:
             return 0
-        self._unpin(key)
-        self._publishing.hasten()
         lookup_key, prefixes = found
         pins = [cache.pin(tokens, seconds, lookup_key) for tokens in prefixes]
-        self._pins[key] = pins
         if cache.pinned_slabs() > _MOST_PINNED * cache.layout.num_slabs:
-            self._unpin(key)
+            for pin in pins:
+                cache.unpin(pin)
             count = len(prefixes[-1]) // TOKEN_BYTES
             raise RequestError(f"a pin of {count} tokens: pins would keep more than half of the memory; unpin others")
+        self._unpin(key)
+        self._pins = {name: old for name, old in self._pins.items() if any(pin.ended is None for pin in old)}
+        self._pins[key] = pins
         num_tokens = max(pin.num_tokens for pin in pins)
         if not num_tokens:
             self._unpin(key)

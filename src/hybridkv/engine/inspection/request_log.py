@@ -29,6 +29,7 @@ class RequestLog:
         "_evicted",
         "_layers",
         "_loaded_to",
+        "_looked_up_s",
         "_lookup",
         "_moments",
         "_publishing",
@@ -41,6 +42,7 @@ class RequestLog:
         self._began_s = began_s
         self._arrived_at = time.time()
         self._lookup: Explanation | None = None
+        self._looked_up_s = began_s
         self._evicted: Evicted | None = None
         self._loaded_to = 0
         self.store = StoreAccount("not asked") if has_store else None
@@ -56,6 +58,7 @@ class RequestLog:
     def looks_up(self, cache: Cache, match: Match) -> None:
         """The request is about to start with this match. Only its first start is explained."""
         if self._lookup is None:
+            self._looked_up_s = time.monotonic()
             with self._publishing.counted():
                 self._lookup = cache.explain(match)
 
@@ -79,12 +82,14 @@ class RequestLog:
         self.store = StoreAccount(outcome, load.end, end, load.num_bytes, load.seconds, mode, load.failure)
         self._rows, self._layers = tuple(load.rows), layers
         self._loaded_to = max(self._loaded_to, end)
-        what = "loaded" if load.failure is None else "load failed"
+        what = "loads" if load.failure is None else "load failed"
         self._moments.append(Moment(load.began - self._began_s, what, load.start, end, load.seconds))
 
     def ends(self, cache: Cache, lease: Lease) -> None:
         """A sample of the request is about to give up its lease."""
         evicted = cache.inspector.evicted(lease)
+        if evicted is not None and evicted.seconds_ago <= time.monotonic() - self._looked_up_s:
+            return  # evicted since then: the request itself had computed it before it was preempted
         if evicted is not None and (self._evicted is None or self._evicted.position < evicted.position):
             self._evicted = evicted
 

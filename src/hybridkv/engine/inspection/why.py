@@ -81,8 +81,8 @@ def _not_resumable(lookup: Explanation, missing: Missing, cached: int, has_store
     matched, thing = lookup.matched_tokens, _THINGS[missing]
     lost = matched - cached
     begin = f"Keys and values match up to token {matched:,}, but "
-    if lookup.evicted is not None:
-        gone = lookup.evicted
+    gone = lookup.evicted
+    if gone is not None and gone.position > cached:
         text = (
             f"{begin}the {thing} at token {gone.position:,} {_was_evicted(gone)}: {_count(lost)} were computed again. "
             f"{_remedy(has_store)}"

@@ -147,7 +147,6 @@ class Streaming:
             transfer.end()
             return
         load = self._load(sample, lease, tables)
-        sample.request.log.note("loads", load.start, load.end)
         transfer.begin(Stage.LOADING, lease, load)
         self._loading.append(sample)
 
@@ -174,7 +173,6 @@ class Streaming:
             self._load_alone(sample, lease, transfer)
             return None
         load = self._load(sample, lease, tables)
-        sample.request.log.note("loads", load.start, load.end)
         transfer.begin(Stage.IN_STEP, lease, load)
         self._open_step().loads[sample] = load
         return tables
