@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.cache import CacheGroup, Role
+from hybridkv.cache import CacheGroup, Evicted, Role
 from hybridkv.cache.index.tree import Checkpoint
 from tests.cache.sim import Sim
 from tests.cache.test_named import sim, tokens
@@ -50,3 +50,26 @@ def test_what_was_never_kept_was_not_evicted() -> None:
     cache.serve(shared + tokens(20, seed=2))
     explained = cache.cache.explain(cache.cache.match(shared + tokens(20, seed=4)))
     assert (explained.matched_tokens, explained.evicted) == (48, None)
+
+
+def test_a_run_that_was_merged_with_the_one_before_is_dropped_from_its_own_beginning() -> None:
+    cache = sim(*GROUPS)
+    shared = tokens(48, seed=1)
+    for seed in (2, 3):
+        cache.serve(shared + tokens(40, seed=seed), breakpoints=[48])
+    inspector = cache.cache.inspector
+    first, second = [run for run in inspector.prefix_tree().runs if run.start == 48]
+    assert inspector.drop(first.key) == 32
+    [merged] = inspector.prefix_tree().runs
+    assert (merged.start, merged.end) == (0, 80)
+    assert inspector.keys_below(second.key) < inspector.keys_below(merged.key)
+    assert inspector.drop(second.key) == 32
+    cache.cache.check_integrity()
+    [left] = inspector.prefix_tree().runs
+    assert (left.key, left.start, left.end) == (merged.key, 0, 48)
+    assert cache.cache.match(shared + tokens(40, seed=2)).num_tokens == 48
+
+
+def test_an_item_that_ends_in_a_reply_is_cut_to_the_prompt() -> None:
+    assert Evicted(203, 1.0, 1).in_prompt(200, 16).position == 192
+    assert Evicted(199, 1.0, 1).in_prompt(200, 16).position == 199
