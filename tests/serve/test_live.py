@@ -82,7 +82,8 @@ def test_the_first_events_come_at_once_and_then_what_is_new(served: Served) -> N
         first: dict[str, Any] = {}
         while len(first) < 4:
             name, data = next(events)
-            first.setdefault(name, data)
+            if name != "prefixes" or data["nodes"]:  # an earlier reader may have left an older snapshot
+                first.setdefault(name, data)
         assert time.monotonic() - start < 5
         assert set(first) == {"memory", "steps", "prefixes", "requests"}
         assert first["memory"]["num_slabs"] == len(first["memory"]["owners"]) * first["memory"]["slabs_per_cell"]

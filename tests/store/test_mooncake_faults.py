@@ -79,9 +79,16 @@ def stopped(process: subprocess.Popen[bytes] | None) -> Iterator[None]:
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     try:
+        while not all(is_stopped(thread) for thread in Path(f"/proc/{process.pid}/task").iterdir()):
+            time.sleep(0.001)
         yield
     finally:
         process.send_signal(signal.SIGCONT)
+
+
+def is_stopped(thread: Path) -> bool:
+    """A thread of a stopped process may still run for a moment. `thread`: its folder in /proc."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def works_again(store: Store, number: int) -> None:

@@ -69,7 +69,7 @@ def check_whole(store: Store) -> int:
 def test_two_engines_share_a_server_that_is_too_small(valkey: ValkeyServer) -> None:
     """Nothing is lost that was not evicted, and nothing is there twice."""
     valkey.ask("FLUSHALL")
-    engines = [run_engine(f"{valkey.url}?size=1500KiB&timeout=30", "falcon_h1", SEED + number) for number in range(2)]
+    engines = [run_engine(f"{valkey.url}?size=1500KiB&timeout=30s", "falcon_h1", SEED + number) for number in range(2)]
     first, second = (outcome(engine) for engine in engines)
     assert first["loaded"] + second["loaded"] > 0, SEED
     for found in (first, second):
@@ -83,7 +83,7 @@ def test_two_engines_share_a_server_that_is_too_small(valkey: ValkeyServer) -> N
 
 
 def test_two_engines_share_a_bucket(s3: S3Server) -> None:
-    url = s3.url(f"shared-{SEED}", "&size=1500KiB&timeout=30")
+    url = s3.url(f"shared-{SEED}", "&size=1500KiB&timeout=30s")
     first, second = (outcome(one) for one in [run_engine(url, "falcon_h1", SEED + number) for number in range(2)])
     assert first["loaded"] + second["loaded"] > 0, SEED
     for found in (first, second):
