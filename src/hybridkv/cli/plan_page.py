@@ -41,7 +41,7 @@ class PlannedModel:
 
 
 def weight_bytes(plan: Plan, compute: Compute | None) -> int:
-    """Of the whole model in its own dtype; 0 if they are not known."""
+    """Bytes of the whole model's weights in its own dtype; 0 if they are not known."""
     return compute.total_parameters * plan.model.dtype.nbytes if compute is not None else 0
 
 

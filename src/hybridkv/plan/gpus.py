@@ -47,7 +47,7 @@ class GpuFit:
     gpu: Gpu
     num_gpus: int
     cache_bytes: int
-    """Of one GPU; 0 if the weights alone do not fit."""
+    """Cache of one GPU; 0 if the weights alone do not fit."""
     plan: Plan | None
     """None if there is no room for weights and the smallest cache."""
 

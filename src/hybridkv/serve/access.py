@@ -97,8 +97,11 @@ class Access:
         return not self._needs_key or bool(caller.owner) or self.is_open(path)
 
     def _keyless(self, headers: Headers) -> Caller:
-        """A caller of a server without keys. A web page of another site is none of this machine's, whoever opened it:
-        it could have the server's address under its own name (DNS rebinding)."""
+        """A caller of a server without keys: the operator if it calls from this machine.
+
+        A page of another site does not count as this machine, even in a browser here: its name may have been made to
+        lead to this server (DNS rebinding).
+        """
         if not self._is_local:
             return Caller("", False, _NO_OPERATOR)
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -116,7 +119,7 @@ class Access:
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller of a request, whoever it is."""
+    """The caller of a request, with or without rights."""
     caller: Caller = request.state.caller
     return caller
 

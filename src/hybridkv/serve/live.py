@@ -29,7 +29,7 @@ _SNAPSHOTS = frozenset(("memory", "prefixes"))
 OPERATOR_TOPICS = frozenset(("prefixes",))
 MAX_STREAMS = 512
 MAX_STREAMS_PER_KEY = 64
-"""Of one API key other than the operator's."""
+"""Most streams of one API key. The operator's key has no such limit."""
 PERIOD_S = 0.25
 _FIRST_PERIOD_S = 0.02
 """Period while a snapshot that readers want has not been made yet."""
@@ -57,7 +57,7 @@ class _Reader:
         self.topics = [topic for topic in TOPICS if topic in topics]
         self.caller = caller
         self.versions: dict[str, int] = {}
-        """Of the snapshots that were sent last."""
+        """Versions of the snapshots that were sent last."""
         self.step: int | None = None
         self.request: int | None = None
 

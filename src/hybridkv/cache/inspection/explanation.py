@@ -31,10 +31,10 @@ class GroupSupply:
     supplies: int
     """The largest position that this group alone can supply."""
     positions: tuple[int, ...] = ()
-    """Of a state group: positions with a state, the last 16 of them."""
+    """The last 16 positions at which a state group has a state."""
     num_positions: int = 0
     runs: tuple[tuple[int, int], ...] = ()
-    """Of other groups: runs of tokens with pages, the last 16 of them."""
+    """The last 16 runs of tokens for which another group has pages."""
 
 
 @dataclass(frozen=True, slots=True)

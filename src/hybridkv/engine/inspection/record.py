@@ -63,10 +63,10 @@ class RequestRecord:
     arrived_at: float
     """Unix time."""
     finish_reason: str
-    """Of its first sample: stop, length, abort or error."""
+    """How its first sample ended: stop, length, abort or error."""
     prompt: Ids
     reply_tokens: int
-    """Of all samples."""
+    """Sum over all samples."""
     cached_tokens: int
     breakpoints: tuple[int, ...]
     spans: tuple[Span, ...]

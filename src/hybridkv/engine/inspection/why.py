@@ -93,8 +93,8 @@ def _not_resumable(lookup: Explanation, missing: Missing, cached: int, has_store
     text = f"{begin}no {thing} {kept} {since}: {_count(lost)} were computed again. "
     if missing is Missing.STATE:
         text += (
-            f"One is kept at token {matched:,} now. A breakpoint of the earlier request at that token would have kept "
-            f"it in time: ends of messages are breakpoints, and the field `breakpoints` adds others."
+            f"One is kept at token {matched:,} now. A breakpoint of the earlier request in the block that begins there "
+            f"would have kept it in time: ends of messages are breakpoints, and the field `breakpoints` adds others."
         )
     elif missing is Missing.TAP:
         text += "The requests before this one did not ask for these layers."
