@@ -20,6 +20,7 @@ FLOORS = [
     "renamed",
     "units",
     "workers",
+    "chats",
     "sight",
     "spec",
     "models",

@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
+from hybridkv.chats import Message, check_text
 from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, plan_options
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
-from hybridkv.engine.chat import Message, check_text, render_chat
+from hybridkv.engine.chat import render_chat
 from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.inspection.inspection import Inspection
 from hybridkv.engine.loading.checkpoint import choose_device, load

@@ -6,12 +6,10 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hybridkv.chats import NEED_CONTENT, check_template_options, join_parts, missing_content
 from hybridkv.engine import Engine, Prompt
-from hybridkv.errors import RequestError
-from hybridkv.serve.unsupported import check_template_options
 
 MAX_MESSAGES = 4096
-_NEED_CONTENT = frozenset(("developer", "system", "user"))
 
 
 class ContentPart(BaseModel):
@@ -31,8 +29,8 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and self.role in _NEED_CONTENT:
-            raise ValueError(f"a message of role {self.role!r} has no content: give it a text")
+        if self.content is None and self.role in NEED_CONTENT:
+            raise ValueError(missing_content(self.role))
         return self
 
     def for_template(self, number: int) -> dict[str, Any]:
@@ -42,15 +40,7 @@ class ChatMessage(BaseModel):
     def _text(self, place: str) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
-        texts = []
-        for number, part in enumerate(self.content):
-            name = f"{place}.{number}"
-            if part.type != "text":
-                raise RequestError(f"{name} is a part of type {part.type[:80]!r}: only text is served", name)
-            if part.text is None:
-                raise RequestError(f"{name} is a part without a text: give it one", f"{name}.text")
-            texts.append(part.text)
-        return "".join(texts)
+        return join_parts(((part.type, part.text) for part in self.content), place)
 
 
 class ChatPrompt(BaseModel):

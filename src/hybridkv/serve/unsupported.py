@@ -85,14 +85,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 """Values of unsupported fields that have no effect and are accepted."""
 _ON_BY_DEFAULT = frozenset(("skip_special_tokens",))
 """Fields that default to true, so that "false" is the value that has an effect."""
-_NO_TEMPLATE_OPTIONS = frozenset(
-    (
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self",
-        "tokenize", "tokenizer_kwargs", "truncation",
-    )
-)  # fmt: skip
-"""Template options that clients must not set: rendering sets them. One is a template, a program that may never end."""
 
 
 def check_extras(fields: Mapping[str, object], place: str = "", *, known: Container[str] = ()) -> None:
@@ -104,14 +96,6 @@ def check_extras(fields: Mapping[str, object], place: str = "", *, known: Contai
         if name in _UNSUPPORTED and _asks(name, value):
             message = f"{place}{name} is not supported: {_UNSUPPORTED[name]}; leave it out"
             raise RequestError(message, f"{place}{name}")
-
-
-def check_template_options(options: Mapping[str, object]) -> None:
-    """Refuse options that would not reach the chat template, or not unchanged."""
-    for name in options:
-        if name in _NO_TEMPLATE_OPTIONS:
-            message = f"chat_template_kwargs has {name}, which is not the template's to know: leave it out"
-            raise RequestError(message, "chat_template_kwargs")
 
 
 def _asks(name: str, value: object) -> bool:
