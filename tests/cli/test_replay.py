@@ -121,6 +121,72 @@ def test_tables_of_tiers(many_chats: str, capsys: pytest.CaptureFixture[str]) ->
     assert "more would have" in capsys.readouterr().out
 
 
+@pytest.fixture
+def chat_trace(tmp_path: Path) -> list[str]:
+    """Eight chats of different users behind one system message, and the tokenizer's directory."""
+    pytest.importorskip("transformers")
+    from tests.chats.templates import CHATML, tokenizer
+
+    tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    system = {"role": "system", "content": "Answer in one short sentence. " * 40}
+    lines = [
+        {"messages": [system, {"role": "user", "content": f"{name}, who are you?" * 20}], "output_text": "I am."}
+        for name in "ABCDEFGH"
+    ]
+    return [str(write_trace(tmp_path / "chats.jsonl", lines)), "--tokenizer", str(tmp_path / "tokenizer")]
+
+
+def test_breakpoints_at_the_ends_of_messages(chat_trace: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = replay_json(capsys, *chat_trace)
+    assert (found["breakpoints"], found["breakpoints_per_request"]) == (True, 1)
+    without = replay_json(capsys, *chat_trace, "--no-breakpoints")
+    assert (without["breakpoints"], without["breakpoints_per_request"]) == (False, 0)
+    assert found["hit_tokens"] > without["hit_tokens"]
+    swept = replay_json(capsys, *chat_trace, "--sweep", "breakpoints=off,on")
+    assert [(one["breakpoints"], one["hit_tokens"]) for one in swept] == [
+        (False, without["hit_tokens"]),
+        (True, found["hit_tokens"]),
+    ]
+
+
+def test_tables_and_figures_of_breakpoints(
+    chat_trace: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["replay", *chat_trace, "--model", MODEL, "--memory", "2GiB"]
+    assert run(args) == 0
+    text = capsys.readouterr().out
+    assert "a request: where a checkpoint is wanted" in text
+    assert "no breakpoints" not in text
+    assert run([*args, "--no-breakpoints"]) == 0
+    assert "policy reuse, no breakpoints" in " ".join(capsys.readouterr().out.split())
+    for tier in ([], ["--tier", "1GiB@1GB/s"]):
+        assert run([*args, *tier, "--sweep", "breakpoints=on,off"]) == 0
+        text = capsys.readouterr().out
+        assert "breakpoints" in text  # the words may stand on two lines
+        assert max(map(len, text.splitlines())) <= 120
+    pytest.importorskip("matplotlib")
+    shown: list[list[ReplayReport]] = []
+    monkeypatch.setattr("hybridkv.cli.replay.save_plot", lambda path, reports: shown.append(list(reports)))
+    sweeps = ["--sweep", "memory=1GiB,2GiB", "--sweep", "breakpoints=on,off"]
+    assert run([*args, *sweeps, "--plot", "never saved.png"]) == 0
+    [axes] = make_figure(shown[0]).axes
+    assert {line.get_label() for line in axes.get_lines()[:-1]} == {"breakpoints", "no breakpoints"}
+
+
+def test_chats_that_cannot_be_read(chat_trace: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, option, tokenizer = chat_trace
+    bad = str(write_trace(tmp_path / "bad.jsonl", [{"messages": [{"role": "user", "content": 5}]}]))
+    for args, words in (
+        ([trace], "chats.jsonl, line 1: a trace of messages needs a tokenizer: pass --tokenizer"),
+        ([trace, option, f"{tokenizer}/tokenizer.json"], "needs a chat template, and the tokenizer has none: pass"),
+        ([bad, option, tokenizer], "bad.jsonl, line 1: messages.0.content is a int: give a text"),
+    ):
+        assert run(["replay", *args, "--model", MODEL]) == 2
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert words in captured.err
+
+
 def test_tables_say_what_matters(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", trace, "--model", MODEL, "--memory", "2GiB"]) == 0
     text = capsys.readouterr().out
@@ -227,6 +293,7 @@ def test_a_figure_without_matplotlib_is_refused_at_once(
         (["--sweep", "tensor-parallel-size=1", "--sweep", "tensor-parallel-size=2"], "give all its values at once"),
         (["--sweep", "tp=1,2"], "tp is now tensor-parallel-size"),
         (["--sweep", "policy=lru,best"], "no policy 'best'"),
+        (["--sweep", "breakpoints=on,maybe"], "'maybe' is neither on nor off"),
         (["--tier", "200GiB"], "tier '200GiB' has no bandwidth: write it as SIZE@BANDWIDTH"),
         (["--tier", "200GiB@fast"], "'fast' is not a bandwidth"),
         (["--tier", "200GiB@1GB/s,soon"], "'soon' is not a latency"),

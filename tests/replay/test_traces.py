@@ -92,7 +92,7 @@ def test_tokenizers_are_read_from_local_files(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "a list, not an object"),
-        ("{}", "no hash_ids, token_ids or text"),
+        ("{}", "no hash_ids, token_ids, text or messages"),
         ({"hash_ids": [1]}, "no input_length"),
         (blocks([1], -5), "input_length is -5"),
         (blocks([1], 0), "from 1 to"),

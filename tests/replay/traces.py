@@ -71,6 +71,7 @@ def run(
     service: ServiceModel | None = None,
     tiers: Sequence[str] = (),
     tier_loads: str = "all",
+    breakpoints: bool = True,
 ) -> ReplayReport:
     """A replay, with the cache's books checked at its end. `tiers`: as on the command line."""
     setting = Setting(
@@ -85,6 +86,7 @@ def run(
         speed=speed,
         tiers=tuple(map(parse_tier, tiers)),
         tier_loads=tier_loads,
+        breakpoints=breakpoints,
     )
     service = service or ServiceModel(decode_tokens_per_s=100, prefill_tokens_per_s=10_000)
     ended = []

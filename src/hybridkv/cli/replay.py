@@ -44,7 +44,9 @@ DEFAULT_ACCELERATOR = "h200"
 
 
 def replay_command(
-    trace: Annotated[Path, typer.Argument(help="A Mooncake trace, or JSON lines with token_ids or text; or .gz.")],
+    trace: Annotated[
+        Path, typer.Argument(help="A Mooncake trace, or JSON lines with token_ids, text or messages; or .gz.")
+    ],
     model: Annotated[str, typer.Option(help="A directory with a config.json, or a name that 'hybridkv models' lists.")],
     tensor_parallel_size: Annotated[
         int,
@@ -70,7 +72,15 @@ def replay_command(
     decode_rate: Annotated[
         float | None, typer.Option(help="Reply tokens a second of one request. Default: by the model's weights.")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="For a trace of text: a directory, or tokenizer.json.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="For a trace of text or messages: a directory, or tokenizer.json.")
+    ] = None,
+    no_breakpoints: Annotated[
+        bool,
+        typer.Option(
+            "--no-breakpoints", help="Keep no checkpoints for the ends of messages. Default: as the server does."
+        ),
+    ] = False,
     tier: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,6 +114,7 @@ def replay_command(
         tensor_parallel_size=tensor_parallel_size,
         state_dtype=state_dtype,
         block_size=block_size,
+        breakpoints=not no_breakpoints,
     )
     runs = combinations(base, sweep or ())
     given = [parse_tier(text) for text in tier or ()]
@@ -120,7 +131,7 @@ def replay_command(
     ]
     if plot is not None:
         check_plot(plot)
-    requests = load_trace(trace, load_tokenizer(tokenizer) if tokenizer else None)
+    requests = _load(trace, tokenizer)
     requests = requests.head(limit) if limit else requests
     conversations = None if prompts_only else Conversations(requests)
     settings = [
@@ -139,6 +150,7 @@ def replay_command(
             accelerator=None if serial or (prefill_rate and decode_rate) else accelerator,
             tiers=run_tiers,
             tier_loads=tier_loads,
+            breakpoints=run.breakpoints,
         )
         for run, run_tiers in zip(runs, tiers, strict=True)
     ]
@@ -150,6 +162,12 @@ def replay_command(
         write(json.dumps(found if sweep else found[0], indent=2))
     else:
         console().print(sweep_table(reports) if sweep else report_tables(reports[0]))
+
+
+def _load(trace: Path, tokenizer: Path | None) -> Trace:
+    tokenize = load_tokenizer(tokenizer) if tokenizer else None
+    with _progress() as bar:
+        return load_trace(trace, tokenize, progress=partial(bar.advance, bar.add_task("requests read", total=None)))
 
 
 def _cache(

@@ -120,4 +120,6 @@ def _label(report: ReplayReport, reports: Sequence[ReplayReport]) -> str:
         parts.append(own.state_dtype or "default states")
     if len({setting.block_tokens for setting in settings}) > 1:
         parts.append(f"blocks of {own.block_tokens}")
+    if len({setting.breakpoints for setting in settings}) > 1:
+        parts.append("breakpoints" if own.breakpoints else "no breakpoints")
     return ", ".join(parts)

@@ -12,7 +12,8 @@ from hybridkv.renamed import new_flag
 from hybridkv.replay import TierSpec
 from hybridkv.units import parse_size
 
-KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size", "tier-size")
+KEYS = ("memory", "policy", "tensor-parallel-size", "state-dtype", "block-size", "tier-size", "breakpoints")
+_SWITCH = {"on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Combination:
     tensor_parallel_size: int
     state_dtype: str | None
     block_size: int
+    breakpoints: bool = True
     tier_size: str | None = None
     """Size of the last tier. None: the size that `--tier` gives."""
 
@@ -58,7 +60,11 @@ def combinations(base: Combination, sweeps: Sequence[str]) -> list[Combination]:
     return [replace(base, **dict(zip(names, values, strict=True))) for values in product(*axes.values())]
 
 
-def _value(key: str, text: str) -> str | int:
+def _value(key: str, text: str) -> str | int | bool:
+    if key == "breakpoints":
+        if text not in _SWITCH:
+            raise InputError(f"sweep over breakpoints: {text!r} is neither on nor off")
+        return _SWITCH[text]
     if key not in ("tensor-parallel-size", "block-size"):
         return text
     try:

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.cli.replay_tier_tables import loads_remark, tier_sweep_table, tiers_table
+from hybridkv.cli.replay_tier_tables import loads_remark, policy_text, tier_sweep_table, tiers_table
 from hybridkv.replay import ReplayReport
 from hybridkv.units import format_bytes
 
@@ -45,7 +45,7 @@ def sweep_table(reports: Sequence[ReplayReport]) -> Table:
         setting = report.setting
         table.add_row(
             format_bytes(setting.memory_bytes),
-            Text(setting.policy + (f", {setting.state_dtype}" if setting.state_dtype else "")),
+            Text(policy_text(setting)),
             str(setting.tp),
             str(setting.block_tokens),
             f"{report.hit_ratio:.2%}",
@@ -70,7 +70,7 @@ def _heading(report: ReplayReport) -> Text:
     text = Text()
     text.append(setting.trace, style="bold")
     text.append(f"  on {setting.model}, one rank of TP {setting.tp}, {format_bytes(setting.memory_bytes)}, ")
-    text.append(f"blocks of {setting.block_tokens} tokens, policy {setting.policy}, {_mode(report)}\n")
+    text.append(f"blocks of {setting.block_tokens} tokens, policy {policy_text(setting)}, {_mode(report)}\n")
     return text
 
 
@@ -104,6 +104,8 @@ def _facts_table(report: ReplayReport) -> Table:
         table.add_row("loads", f"{report.tier_loads.loads:,}", loads_remark(report.tier_loads))
     remark = f"used {report.checkpoints_hit:,} times, {report.checkpoints_evicted:,} evicted"
     table.add_row("checkpoints", f"{report.checkpoints_kept:,}", remark)
+    if report.breakpoints_per_request:
+        table.add_row("breakpoints", f"{report.breakpoints_per_request:.1f}", "a request: where a checkpoint is wanted")
     table.add_row("compactions", f"{report.compactions:,}", f"{report.moved_pages:,} pages moved")
     table.add_row("peak", format_bytes(report.peak_bytes), f"of an arena of {format_bytes(report.arena_bytes)}")
     if report.bytes_by_group:

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.replay import LoadReport, ReplayReport
+from hybridkv.replay import LoadReport, ReplayReport, Setting
 from hybridkv.units import format_bytes
+
+
+def policy_text(setting: Setting) -> str:
+    """The policy, and what else decides which checkpoints there are."""
+    states = [setting.state_dtype] if setting.state_dtype else []
+    return ", ".join([setting.policy, *states, *([] if setting.breakpoints else ["no breakpoints"])])
 
 
 def tiers_table(report: ReplayReport) -> Table:
@@ -54,7 +60,7 @@ def tier_sweep_table(reports: Sequence[ReplayReport], title: str) -> Table:
         loaded = report.hit_tokens - report.memory_tokens
         table.add_row(
             format_bytes(setting.memory_bytes),
-            Text(setting.policy + (f", {setting.state_dtype}" if setting.state_dtype else "")),
+            Text(policy_text(setting)),
             str(setting.tp),
             str(setting.block_tokens),
             format_bytes(last.size_bytes),

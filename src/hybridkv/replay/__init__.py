@@ -8,11 +8,12 @@ from hybridkv.replay.report import ReplayReport, Setting
 from hybridkv.replay.service import ComputeModel, ServiceModel
 from hybridkv.replay.tiers.figures import LoadReport, TierReport
 from hybridkv.replay.tiers.spec import LOAD_RULES, TierSpec, parse_tier
-from hybridkv.replay.tokenizer import load_tokenizer
+from hybridkv.replay.tokenizer import ChatTokenizer, load_tokenizer
 from hybridkv.replay.traces import Trace, TraceRequest
 
 __all__ = [
     "LOAD_RULES",
+    "ChatTokenizer",
     "ComputeModel",
     "Conversations",
     "LoadReport",

@@ -20,7 +20,7 @@ from hybridkv.replay.jobs import Event, Events, Job, Running, Turns
 from hybridkv.replay.loading import Loading
 from hybridkv.replay.meter import Meter
 from hybridkv.replay.room import prefill_step
-from hybridkv.replay.serial import Requests, breakpoints, fed_reply
+from hybridkv.replay.serial import Requests, fed_reply
 from hybridkv.replay.service import ServiceModel
 from hybridkv.replay.tiers.tiers import Tiers
 from hybridkv.replay.traces import TOKEN_BYTES, TraceRequest
@@ -110,7 +110,7 @@ class Concurrent:
             return True
         known_reply = max(0, job.computed - request.prompt_tokens) * TOKEN_BYTES
         supply, seen = self._meter.supply_misses(), self._meter.seen.length(request)
-        lease = self._cache.begin(request.prompt + reply[:known_reply], breakpoints=breakpoints(request))
+        lease = self._cache.begin(request.prompt + reply[:known_reply], breakpoints=request.all_breakpoints)
         self._waiting.look_for_leaders(job)
         stored = self._loads.tiered(request, reply)
         running = Running(job, request, reply, lease, max(seen, job.computed), stored)

@@ -11,7 +11,7 @@ from hybridkv.replay.concurrent import Concurrent
 from hybridkv.replay.meter import Meter
 from hybridkv.replay.replies import Conversations
 from hybridkv.replay.report import ReplayReport, Setting
-from hybridkv.replay.serial import Requests, replay_serial
+from hybridkv.replay.serial import Requests, WithoutBreakpoints, replay_serial
 from hybridkv.replay.service import ComputeModel, ServiceModel
 from hybridkv.replay.tiers.tiers import Tiers
 from hybridkv.replay.traces import Trace
@@ -51,6 +51,8 @@ def replay(
     if not setting.prompts_only:
         conversations = conversations or Conversations(trace)
         requests, continued_by = conversations, conversations.continued_by
+    if not setting.breakpoints:
+        requests = WithoutBreakpoints(requests)
     simulated_s = None
     if setting.serial:
         replay_serial(cache, requests, meter, prompts_only=setting.prompts_only, progress=progress, tiers=tiers)

@@ -6,7 +6,6 @@ from bisect import insort
 
 from hybridkv.cache import Cache, NoRoom
 from hybridkv.replay.jobs import Running
-from hybridkv.replay.serial import breakpoints
 from hybridkv.replay.tiers.request import TieredRequest
 from hybridkv.replay.tiers.tiers import Tiers
 from hybridkv.replay.traces import TraceRequest
@@ -30,7 +29,7 @@ class Loading:
         """The request's way to the tiers, if there are any."""
         if self._tiers is None:
             return None
-        return TieredRequest(self._tiers, request, reply, breakpoints(request))
+        return TieredRequest(self._tiers, request, reply, request.all_breakpoints)
 
     def begin(self, running: Running, now_s: float) -> float | None:
         """Begin to load what tiers have beyond the memory. Returns when the load ends; None: nothing, or no room."""

@@ -34,6 +34,7 @@ class Meter:
         self._tiers = tiers
         self._num_requests = num_requests
         self._input_tokens = 0
+        self._breakpoints = 0
         self._hit_tokens = 0
         self._misses: Counter[str] = Counter(dict.fromkeys(MISS_REASONS, 0))
         self._recomputed_tokens = 0
@@ -75,6 +76,7 @@ class Meter:
         shareable = max(matched, min(seen, length - 1) // block * block)
         known = max(shareable, seen)
         self._input_tokens += length
+        self._breakpoints += len(request.all_breakpoints)
         self._hit_tokens += hit
         if matched > hit:
             self._misses[self._supply_reason(supply_before)] += matched - hit
@@ -98,6 +100,7 @@ class Meter:
     def never_started(self, request: TraceRequest) -> None:
         """A request that was refused before it computed anything."""
         self._input_tokens += request.prompt_tokens
+        self._breakpoints += len(request.all_breakpoints)
         self._misses["refused"] += request.prompt_tokens
         self._saved_parts.append(0.0)
 
@@ -122,6 +125,7 @@ class Meter:
             continued=continued,
             input_tokens=self._input_tokens,
             output_tokens=self.output_tokens,
+            breakpoints_per_request=self._breakpoints / self._num_requests,
             hit_tokens=self._hit_tokens,
             misses=dict(self._misses),
             recomputed_tokens=self._recomputed_tokens,

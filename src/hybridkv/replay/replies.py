@@ -58,6 +58,7 @@ class Conversations:
             known,
             known_end,
             record.piece_tokens,
+            record.breakpoints,
         )
 
     def _reply(self, record: Record, following: int) -> tuple[bytes, Chain, int]:

@@ -36,6 +36,8 @@ class Setting:
     """Stores below the memory, the fastest first; of all ranks together."""
     tier_loads: str = "all"
     """Which loads are begun: all, as engines do, or only those that are faster than computing."""
+    breakpoints: bool = True
+    """Ask for checkpoints where the trace names breakpoints: at the ends of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class ReplayReport:
     """Replies that a later request contains."""
     input_tokens: int
     output_tokens: int
+    breakpoints_per_request: float
+    """Mean number of positions at which requests ask for a checkpoint."""
     hit_tokens: int
     misses: Mapping[str, int]
     recomputed_tokens: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from hybridkv.cache import Cache, Lease, NoRoom, could_fit, extend_some
@@ -45,9 +45,17 @@ def fed_reply(request: TraceRequest) -> bytes:
     return request.reply[: max(0, request.output_tokens - 1) * TOKEN_BYTES]
 
 
-def breakpoints(request: TraceRequest) -> Sequence[int]:
-    """Where the prompt may be continued, if not at its end; never what only later requests tell."""
-    return (request.known_tokens,) if request.known_tokens < request.prompt_tokens else ()
+class WithoutBreakpoints:
+    """Requests without the breakpoints that the trace names."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, index: int) -> TraceRequest:
+        return self._requests[index]._replace(breakpoints=())
 
 
 class Serving:
@@ -61,7 +69,7 @@ class Serving:
         self._meter = meter
         self._reply = reply
         self._tiers = tiers
-        self._stored = None if tiers is None else TieredRequest(tiers, request, reply, breakpoints(request))
+        self._stored = None if tiers is None else TieredRequest(tiers, request, reply, request.all_breakpoints)
         self._now = now
 
     def run(self, keeps_end: bool) -> None:
@@ -72,7 +80,7 @@ class Serving:
             meter.never_started(request)
             return
         supply, seen = meter.supply_misses(), meter.seen.length(request)
-        lease = cache.begin(request.prompt, breakpoints=breakpoints(request))
+        lease = cache.begin(request.prompt, breakpoints=request.all_breakpoints)
         load = self._load(lease)
         meter.started(request, lease, supply, seen, load)
         if lease.in_flight:

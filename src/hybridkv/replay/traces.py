@@ -34,6 +34,14 @@ class TraceRequest(NamedTuple):
     chain_tokens: int
     """Tokens of prompt and reply that the chain stands for."""
     piece_tokens: int
+    breakpoints: tuple[int, ...] = ()
+    """Positions that the trace names, such as the ends of messages."""
+
+    @property
+    def all_breakpoints(self) -> tuple[int, ...]:
+        """Where a checkpoint is wanted; never what only later requests tell."""
+        known = (self.known_tokens,) if self.known_tokens < self.prompt_tokens else ()
+        return (*self.breakpoints, *known)
 
 
 @dataclass(slots=True)
@@ -47,6 +55,7 @@ class Record:
     chain: Chain
     prompt: bytes | None = None
     reply: bytes = b""
+    breakpoints: tuple[int, ...] = ()
 
     @property
     def whole_pieces(self) -> int:
@@ -124,6 +133,7 @@ class Trace:
             record.chain,
             record.chain_tokens,
             record.piece_tokens,
+            record.breakpoints,
         )
 
     def head(self, limit: int) -> Trace:
