@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,13 @@ def test_messages_need_a_tokenizer_with_a_chat_template(directory: Path, tmp_pat
             load_trace(path, tokenize)
     with pytest.raises(TraceError, match="a text line in a messages trace: keep kinds apart"):
         load(directory, {"messages": CHAT}, {"text": "a"})
+
+
+def test_a_chat_template_needs_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(HybridKVError, match=r"needs transformers: pip install .*, or give its tokenizer.json"):
+        load_tokenizer(directory)
+    assert load_tokenizer(directory / "tokenizer.json")("weather")
 
 
 def test_a_directory_that_is_no_tokenizer(directory: Path) -> None:

@@ -92,7 +92,8 @@ def _from_directory(path: Path) -> Tokenize:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise _missing("transformers") from None
+        way_out = ", or give its tokenizer.json: texts have no breakpoints then"
+        raise _missing("transformers", way_out if (path / "tokenizer.json").exists() else "") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # as above
@@ -105,5 +106,5 @@ def _from_directory(path: Path) -> Tokenize:
     return lambda text: list(tokenizer.encode(check_text(text), add_special_tokens=False))
 
 
-def _missing(library: str) -> InputError:
-    return InputError(f"a trace of text needs {library}: pip install 'hybridkv[engine]'")
+def _missing(library: str, way_out: str = "") -> InputError:
+    return InputError(f"a trace of text needs {library}: pip install 'hybridkv[engine]'{way_out}")
