@@ -18,7 +18,7 @@ import heapq
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from hybridkv.spec import DType
 from hybridkv.units import parse_size
 
 PIECE = 256  # tokens that come and go together
+SMALL_PIECE = 8
 REQUESTS = 3000
 
 
@@ -95,12 +96,72 @@ def noise(seed: int) -> Iterator[list[int]]:
         yield text.more(40) if text.chance.random() < 0.5 else next(chats)
 
 
+class Agent(NamedTuple):
+    """A kind of agent that writes a template behind its conversation. Lengths are in small pieces."""
+
+    opening: list[int]
+    shortest: int
+    longest: int
+    share: float
+    """Part of the prompts that leave the one before in front of its template, because the template changes."""
+
+
+def templates(seed: int, kinds: Sequence[tuple[int, int, float]]) -> Iterator[list[int]]:
+    """Sessions of agents: most prompts go on at the end of the one before, the others in front of its template.
+
+    `kinds`: the shortest and the longest template of each kind of agent, in tokens, and its share of such prompts.
+    """
+    text = Text(seed)
+    chance = text.chance
+    agents = [Agent(text.more(60), a // SMALL_PIECE, b // SMALL_PIECE, share) for a, b, share in kinds]
+    waiting: list[tuple[float, int, Agent, list[int], int]] = []
+    for number in range(REQUESTS // 12):
+        agent = chance.choice(agents)
+        first = agent.opening + text.more(chance.randint(30, 120) + chance.randint(agent.shortest, agent.longest))
+        heapq.heappush(waiting, (chance.random() * REQUESTS, number, agent, first, chance.randint(4, 20)))
+    for number in range(REQUESTS):
+        if not waiting:
+            return
+        now, _, agent, prompt, more = heapq.heappop(waiting)
+        yield prompt
+        if more:
+            template = chance.randint(agent.shortest, agent.longest)
+            if chance.random() < agent.share:
+                prompt = prompt[:-template] + text.more(chance.randint(30, 120) + template)
+            else:
+                prompt = prompt + text.more(chance.choice((0, 6, 12, 30)))
+            due = now + chance.lognormvariate(3.0, 0.7)
+            heapq.heappush(waiting, (due, REQUESTS + number, agent, prompt, more - 1))
+
+
+def users(seed: int) -> Iterator[list[int]]:
+    """Users with a few questions each, after a profile of their own and a list of tools of the same length for all."""
+    text = Text(seed)
+    waiting: list[tuple[float, int, list[int], int]] = []
+    for number in range(REQUESTS // 3):
+        heapq.heappush(waiting, (text.chance.random() * REQUESTS, number, text.more(280), text.chance.randint(0, 5)))
+    for number in range(REQUESTS):
+        if not waiting:
+            return
+        now, _, profile, more = heapq.heappop(waiting)
+        yield profile + text.more(text.chance.randint(10, 120))
+        if more:
+            heapq.heappush(waiting, (now + text.chance.lognormvariate(4.0, 0.7), REQUESTS + number, profile, more - 1))
+
+
 WORKLOADS: dict[str, Callable[[], Iterator[list[int]]]] = {
     "chat": lambda: sessions(1, most_turns=50, pause=(5.5, 1.0), goes_on=False),
     "agents": lambda: sessions(2, most_turns=20, pause=(4.0, 0.7), goes_on=True),
     "documents": lambda: documents(3),
     "drift": lambda: documents(4, drift=1500),
     "noise": lambda: noise(5),
+}
+PARTING_WORKLOADS: dict[str, Callable[[], Iterator[list[int]]]] = {
+    "templates": lambda: templates(6, [(560, 640, 1 / 6)]),
+    "short templates": lambda: templates(7, [(160, 240, 1 / 3)]),
+    "long templates": lambda: templates(8, [(1200, 1800, 1 / 8)]),
+    "mixed templates": lambda: templates(9, [(600, 600, 1 / 6), (200, 400, 1 / 4), (1000, 1000, 1 / 2), (8, 8, 0)]),
+    "users": lambda: users(10),
 }
 
 

@@ -373,11 +373,15 @@ def test_prompt_ends_near_a_named_place_are_not_kept_twice() -> None:
     assert at_end == {992, 1000}
 
 
-def test_the_grid_is_denser_while_most_of_the_memory_is_unused() -> None:
-    policy = PromptEndBranchesGrid(512, spare_grid_tokens=256)
-    for spare, count in ((0.9, 3), (0.1, 1)):
-        facts = PromptFacts(1000, 0, 0, (), 16, spare)
-        assert sum(kind is Kind.GRID for _, kind in policy.positions(facts)) == count
+def test_the_more_idle_memory_the_denser_is_the_grid_in_it() -> None:
+    policy = PromptEndBranchesGrid(512, fill_tokens=128)
+    for num_spare, spacing in ((1000, 128), (64, 128), (40, 256), (16, 512), (7, 2000)):
+        kinds: dict[int, Kind] = {}
+        for position, kind in policy.positions(PromptFacts(1000, 0, 0, (), 16, (), num_spare)):
+            kinds.setdefault(position, kind)
+        filled = {position for position, kind in kinds.items() if kind is Kind.FILL}
+        assert filled == {p for p in range(spacing, 992 - spacing // 2, spacing) if p != 512}, num_spare
+        assert [position for position, kind in kinds.items() if kind is Kind.GRID] == [512]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b", "gemma-3-27b"])

@@ -37,7 +37,7 @@ def test_siblings_one_after_the_other(family: str) -> None:
         cached = [engine.generate(one, BRIEF, progress=False)[0].cached_tokens for one in siblings(4)]
         policy = default_checkpoints(engine._core.cache.layout)
         assert isinstance(policy, PromptEndBranchesGrid)
-        grid = policy.spare_grid_tokens or SHARED + 1
+        grid = policy.fill_tokens or SHARED + 1
         assert cached[0] == 0
         assert SHARED // grid * grid <= cached[1] <= SHARED
         assert cached[2:] == [SHARED, SHARED]

@@ -29,7 +29,8 @@ from hybridkv.cache.invalid import Invalid
 from hybridkv.cache.layout import CacheGroup, CacheLayout
 from hybridkv.cache.pins import Pin, Pins, PinState
 from hybridkv.cache.retention.named import DEFAULT_POLICY, default_checkpoints, named_policy
-from hybridkv.cache.retention.policy import CheckpointPolicy, EvictionPolicy, PromptFacts
+from hybridkv.cache.retention.partings import Parting
+from hybridkv.cache.retention.policy import CheckpointPolicy, EvictionPolicy, Kind, PromptFacts
 from hybridkv.cache.stats import CacheStats, Event, Events
 from hybridkv.cache.steps.lease import InFlight, Lease
 from hybridkv.cache.steps.placement import Placement
@@ -135,9 +136,10 @@ class Cache:
             self._pins.expire()
         found = self._find(packed, key) if match is None else self._found_again(match.found, packed, key)
         lease, resume = self._placement.new_lease(key.root, packed, self._tap_groups(key.taps)), found.resume
+        parting = found.parting(self.block_tokens)
         self._placement.attach(lease, found.path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
-        self._plan_checkpoints(lease, resume, breakpoints)
+        self._plan_checkpoints(lease, resume, parting, breakpoints)
         self._count_request(lease, resume)
         return lease
 
@@ -442,22 +444,35 @@ class Cache:
             lease.pages.tables.append(None)
             lease.pages.local_first.append(0)
 
-    def _plan_checkpoints(self, lease: Lease, resume: Resume, breakpoints: Sequence[int]) -> None:
+    def _plan_checkpoints(
+        self, lease: Lease, resume: Resume, parting: Parting | None, breakpoints: Sequence[int]
+    ) -> None:
         if not self._prefixes.needs_checkpoints:
             return
+        likely = self._placement.learn_parting(lease, parting)
+        num_spare = self._reclaimer.num_spare_checkpoints()
+        if likely and not num_spare and not self._is_worth_keeping(lease, likely[0]):
+            likely = ()
         facts = PromptFacts(
             lease.prompt_tokens,
             resume.position,
             resume.matched_tokens,
             tuple(breakpoints),
             self.block_tokens,
-            self._groups.arena.num_free_slabs / self.layout.num_slabs,
+            likely,
+            num_spare,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens
             if 0 < aligned <= lease.prompt_tokens:
                 lease.plan.want(aligned, kind)
         lease.plan.restart(lease.computed)
+
+    def _is_worth_keeping(self, lease: Lease, position: int) -> bool:
+        """Whether a checkpoint at a likely place is worth more than what is evicted for it."""
+        new_tokens = position - lease.lineage.continued_from
+        candidate = self._prefixes.queue.inner(Kind.PARTING, lease.lineage.turn, new_tokens, lease.computed, position)
+        return self._prefixes.queue.is_worth_keeping(candidate, self._prefixes.history.clock)
 
     def _count_request(self, lease: Lease, resume: Resume) -> None:
         missed = lease.prompt_tokens - resume.position

@@ -111,6 +111,13 @@ class CacheLayout:
         local = sum(group.page_bytes * group.sight.checkpoint_blocks(self.block_tokens) for group in self.token_groups)
         return states + local
 
+    @property
+    def checkpoint_slabs(self) -> float:
+        """`checkpoint_bytes` as a number of slabs."""
+        states = sum(group.pages_per_state / group.pages_per_slab for group in self.state_groups)
+        blocks = ((group.sight.checkpoint_blocks(self.block_tokens), group) for group in self.token_groups)
+        return states + sum(count / group.pages_per_slab for count, group in blocks)
+
 
 def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:
     """One cache group per group of the plan, but one per tapped layer: requests use tapped layers individually."""

@@ -41,10 +41,11 @@ class DumpRule:
     def _resume_points(self, progress: Progress) -> set[int]:
         """Positions where requests may resume: ends of prompts, breakpoints, branches, grid checkpoints.
 
-        Grid checkpoints are stored only at multiples of `grid_tokens`.
+        Grid checkpoints are stored only at multiples of `grid_tokens`, those that fill idle memory not at all.
         """
         size, grid = self._catalogue.block_tokens, self._catalogue.grid_tokens
         points = {(progress.prompt_tokens - 1) // size * size}
         points |= {point // size * size for point in progress.breakpoints}
-        points |= {p for p, kind in progress.checkpoints.items() if kind is not Kind.GRID or p % grid == 0}
+        wanted = {p: kind for p, kind in progress.checkpoints.items() if kind is not Kind.FILL}
+        points |= {p for p, kind in wanted.items() if kind is not Kind.GRID or p % grid == 0}
         return {point for point in points if progress.start < point <= progress.end}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.tree import Checkpoint, Index, PathNode
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
+from hybridkv.cache.retention.partings import Parting
 from hybridkv.cache.tokens import TOKEN_BYTES, LookupKey
 
 NO_HOLE = -1
@@ -48,6 +49,20 @@ class Found(NamedTuple):
     resume: Resume
     source: Index
     version: int
+
+    def parting(self, block_tokens: int) -> Parting | None:
+        """Where the prompt leaves earlier prompts that go on; None if it does not."""
+        num_blocks = (len(self.tokens) // TOKEN_BYTES - 1) // block_tokens
+        if len(self.path) < 2:
+            return None
+        node, reached = self.path[-1]
+        position = (node.start + reached) * block_tokens
+        if node.start + reached >= num_blocks:  # it ends inside an earlier prompt
+            return None
+        if reached < node.num_blocks:
+            end = node.prompt_tokens if node.prompt_tokens > position else 0
+            return Parting(position, node.start * block_tokens, end)
+        return Parting(position, node.start * block_tokens, 0) if node.children else None
 
     @property
     def is_current(self) -> bool:

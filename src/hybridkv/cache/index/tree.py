@@ -102,6 +102,7 @@ class Node:
         "new_tokens",
         "pages",
         "parent",
+        "prompt_tokens",
         "rating",
         "refs",
         "slabs",
@@ -136,6 +137,8 @@ class Node:
         """Conversation turn of the request that ends here, as in `Checkpoint`."""
         self.new_tokens = 0
         """Tokens that the request that ends here added, as in `Checkpoint`."""
+        self.prompt_tokens = 0
+        """Length of the prompt of the request that published its last blocks."""
         self.last_used = 0
         self.rating: Rating | None = None
         self.ticket = 0
@@ -312,6 +315,7 @@ class Index:
         )
         head.first, head.keys, head.dead = node.first, node.keys[:num_blocks], node.dead
         head.last_used, head.turn, head.new_tokens = node.last_used, node.turn + 1, node.new_tokens  # it is shared now
+        head.prompt_tokens = node.prompt_tokens
         if node.parent.children.get(node.first) is node:  # else it is cut off, and `head` is instead
             node.parent.children[head.first] = head
         node.parent, node.start, node.tokens = head, node.start + num_blocks, node.tokens[cut:]

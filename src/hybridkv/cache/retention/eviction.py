@@ -12,6 +12,10 @@ from hybridkv.cache.layout import CacheLayout, Role
 from hybridkv.cache.retention.policy import Candidate, EvictionPolicy, Kind, Numbers, Rating
 
 Item = Node | Checkpoint
+_NUM_PRICES = 16
+"""The price of memory is the mean value of about as many evicted items."""
+_TRY_ONE_IN = 16
+"""Part of the items of too little value that are kept all the same."""
 _WEIGH_EVERY = 8
 """Number of requests after which values are computed again."""
 _MOST_LOOKED_AT = 1024
@@ -77,27 +81,44 @@ class EvictionQueue:
         self._checkpoint_bytes = layout.checkpoint_bytes
         self._block_bytes = sum(group.page_bytes for group in layout.token_groups if group.role is Role.FULL)
         self._lanes: dict[Numbers, _Lane] = {}
+        self._spare_lanes: dict[Numbers, _Lane] = {}
+        """Lanes of items that go before all others."""
         self._bare: OrderedDict[Node, None] = OrderedDict()
         self._next_ticket = 1
         self._known_oldest_age = 0
         self._look_at = 0
+        self._price = 0.0
+        """The price of memory: mean value of the items that were evicted last."""
+        self._num_declined = 0
 
     def __len__(self) -> int:
-        return len(self._bare) + sum(lane.num_filed for lane in self._lanes.values())
+        return len(self._bare) + self.num_spare + sum(lane.num_filed for lane in self._lanes.values())
+
+    @property
+    def num_spare(self) -> int:
+        """Number of items that go before all others."""
+        return sum(lane.num_filed for lane in self._spare_lanes.values())
 
     def offer(self, item: Item) -> Rating:
         """Add an item to the lane of its current rating."""
-        rating, before = self.policy.rate(self.facts(item)), item.rating
-        if before is not None and before.lane == rating.lane:  # already there; the lane checks `last_used` itself
+        rating, before = self._rate(item), item.rating
+        if before is not None and _is_same_lane(before, rating):  # already there; the lane checks `last_used` itself
             item.rating = rating
             return rating
         self.withdraw(item)
         item.rating, item.ticket = rating, self._next_ticket
         self._next_ticket += 1
-        lane = self._lanes.get(rating.lane)
+        lanes = self._spare_lanes if rating.is_spare else self._lanes
+        lane = lanes.get(rating.lane)
         if lane is None:
-            lane = self._lanes[rating.lane] = _Lane()
+            lane = lanes[rating.lane] = _Lane()
         lane.file(item)
+        return rating
+
+    def _rate(self, item: Item) -> Rating:
+        rating = self.policy.rate(self.facts(item))
+        if isinstance(item, Checkpoint) and item.kind is Kind.FILL and not item.num_hits:
+            return rating._replace(is_spare=True)
         return rating
 
     def offer_bare(self, node: Node) -> None:
@@ -106,10 +127,11 @@ class EvictionQueue:
 
     def withdraw(self, item: Item) -> None:
         if item.rating is not None:
-            lane = self._lanes[item.rating.lane]
+            lanes = self._spare_lanes if item.rating.is_spare else self._lanes
+            lane = lanes[item.rating.lane]
             lane.num_filed -= 1
             if not lane.num_filed:
-                del self._lanes[item.rating.lane]
+                del lanes[item.rating.lane]
             item.rating, item.ticket = None, 0
         if isinstance(item, Node):
             self._bare.pop(item, None)
@@ -120,12 +142,34 @@ class EvictionQueue:
             node, _ = self._bare.popitem(last=False)
             if not node.gone and _may_go(node):
                 return node, None
-        while (item := self._least(now)) is not None:
+        popped = self._pop(self._spare_lanes, now) or self._pop(self._lanes, now)
+        if popped is not None and popped[1] is not None and not popped[1].is_spare:
+            value = self.policy.value(popped[1].lane, now - popped[0].last_used, self._oldest_age(now))
+            self._price += (value - self._price) / _NUM_PRICES
+        return popped
+
+    def is_worth_keeping(self, candidate: Candidate, now: int) -> bool:
+        """Whether something new is worth more than what is evicted for it. Some are kept anyway: the policy learns."""
+        if self.policy.value(self.policy.rate(candidate).lane, 0, self._oldest_age(now)) >= self._price:
+            return True
+        self._num_declined += 1
+        return self._num_declined % _TRY_ONE_IN == 0
+
+    def inner(self, kind: Kind, turn: int, new_tokens: int, start: int, end: int) -> Candidate:
+        """A checkpoint that a request may keep before its end, as policies see it."""
+        return Candidate(kind, True, turn, new_tokens, 0, start, end, self._checkpoint_bytes)
+
+    def pop_spare(self, now: int) -> tuple[Item, Rating | None] | None:
+        """Remove and return an item that goes before all others, with its rating."""
+        return self._pop(self._spare_lanes, now)
+
+    def _pop(self, lanes: dict[Numbers, _Lane], now: int) -> tuple[Item, Rating | None] | None:
+        while (item := self._least(lanes, now)) is not None:
             if not _may_go(item):
                 self.withdraw(item)
                 continue
-            before, rating = item.rating, self.policy.rate(self.facts(item))
-            if before is not None and rating.lane == before.lane:
+            before, rating = item.rating, self._rate(item)
+            if before is not None and _is_same_lane(before, rating):
                 self.withdraw(item)
                 return item, rating
             self.offer(item)  # its lane has changed
@@ -140,12 +184,14 @@ class EvictionQueue:
         found: list[tuple[Item, float | None]] = [(node, None) for node in bare[:count]]
         oldest_age = self._oldest_age(now)
         rated: list[tuple[float, int, Item]] = []
-        for key, lane in self._lanes.items():
-            for item in lane.first(count):
-                if _may_go(item):
-                    rated.append((self.policy.value(key, now - item.last_used, oldest_age), item.ticket, item))
-        rated.sort(key=lambda one: one[:2])
-        found += [(item, value) for value, _, item in rated]
+        for lanes in (self._spare_lanes, self._lanes):
+            rated.clear()
+            for key, lane in lanes.items():
+                for item in lane.first(count):
+                    if _may_go(item):
+                        rated.append((self.policy.value(key, now - item.last_used, oldest_age), item.ticket, item))
+            rated.sort(key=lambda one: one[:2])
+            found += [(item, value) for value, _, item in rated]
         return found[:count]
 
     def value(self, item: Item, now: int) -> float | None:
@@ -154,11 +200,11 @@ class EvictionQueue:
             return None
         return self.policy.value(item.rating.lane, now - item.last_used, self._oldest_age(now))
 
-    def _least(self, now: int) -> Item | None:
-        """The item of least value among the oldest items of all lanes."""
+    def _least(self, lanes: dict[Numbers, _Lane], now: int) -> Item | None:
+        """The item of least value among the oldest items of these lanes."""
         best: _Lane | None = None
         oldest_age = self._oldest_age(now)
-        for key, lane in self._lanes.items():
+        for key, lane in lanes.items():
             lane.weigh(key, self.policy, now, oldest_age)
             if best is None or lane.value < best.value:
                 best = lane
@@ -174,12 +220,14 @@ class EvictionQueue:
     def check_integrity(self, candidates: Iterable[Item]) -> None:
         """Assert that all `candidates` (evictable items) are queued once, in the lane of their rating."""
         filed: Counter[Item] = Counter()
-        for key, lane in self._lanes.items():
-            items = lane.filed()
-            assert len(items) == lane.num_filed > 0
-            assert all(item.rating is not None and item.rating.lane == key for item in items)
-            assert not any(item.gone if isinstance(item, Node) else item.node is None for item in items)
-            filed.update(items)
+        for is_spare, lanes in ((False, self._lanes), (True, self._spare_lanes)):
+            for key, lane in lanes.items():
+                items = lane.filed()
+                assert len(items) == lane.num_filed > 0
+                ratings = [item.rating for item in items]
+                assert all(rating and (rating.lane, rating.is_spare) == (key, is_spare) for rating in ratings)
+                assert not any(item.gone if isinstance(item, Node) else item.node is None for item in items)
+                filed.update(items)
         assert all(count == 1 for count in filed.values())
         for item in candidates:
             assert item in filed or item in self._bare, "something may be evicted, but nobody will"
@@ -209,6 +257,10 @@ def is_superseded(checkpoint: Checkpoint) -> bool:
     """Whether a deeper node or checkpoint is kept on its path."""
     node = checkpoint.node
     return node is None or bool(node.children) or node.checkpoints[-1] is not checkpoint
+
+
+def _is_same_lane(before: Rating, rating: Rating) -> bool:
+    return before.lane == rating.lane and before.is_spare == rating.is_spare
 
 
 def _may_go(item: Item) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from hybridkv.cache.index.tree import Checkpoint, Node
 from hybridkv.cache.retention.eviction import EvictionQueue, Item, is_superseded
 from hybridkv.cache.retention.eviction_log import Eviction, EvictionLog
+from hybridkv.cache.retention.partings import Partings
 from hybridkv.cache.retention.policy import Kind, Numbers, Rating
 
 _NUM_TIMES = 1 << 16
@@ -49,6 +50,7 @@ class History:
         self.clock = 0
         """Number of times that a lease was attached to the index."""
         self.log = EvictionLog()
+        self.partings = Partings(block_tokens)
         self._seconds = seconds
         self._times = array("d", [seconds()]) * _NUM_TIMES
         """A ring: the time of each of the last values of `clock`."""
@@ -72,14 +74,16 @@ class History:
 
     def kept(self, item: Item) -> None:
         """Record a new item that may be reused or evicted."""
-        self._policy.learn_kept(self._queue.offer(item).cohort, 1)
+        rating = self._queue.offer(item)
+        if not rating.is_spare:
+            self._policy.learn_kept(rating.cohort, 1)
 
     def superseded(self, checkpoint: Checkpoint) -> None:
         """Record that a deeper item is kept on the checkpoint's path."""
         before = checkpoint.rating
         if before is None or not checkpoint.is_news:
             return
-        if not checkpoint.num_hits:  # superseded by its own request, before another could use it
+        if not checkpoint.num_hits and not before.is_spare:  # superseded by its own request, before any other used it
             self._policy.learn_kept(before.cohort, -1)
         self.kept(checkpoint)
         checkpoint.is_news = False
@@ -123,16 +127,18 @@ class History:
         if checkpoint is not None:
             checkpoint.num_hits += 1
             checkpoint.is_news = True
+            if checkpoint.rating is not None and checkpoint.rating.is_spare:
+                self.kept(checkpoint)
 
     def _note(self, lineage: Lineage, rating: Rating | None, last_used: int) -> None:
-        if rating is not None and rating.cohort:
+        if rating is not None and rating.cohort and not rating.is_spare:
             lineage.lessons.append((rating.cohort, self.clock - last_used))
 
     # --- evicted ------------------------------------------------------------------------------------------------------
 
     def evicted(self, item: Item, rating: Rating | None) -> None:
         """Log an item that is about to be evicted, with its rating."""
-        if rating is None:
+        if rating is None or rating.is_spare:
             return
         if isinstance(item, Node):
             node, position, turn, superseded = item, item.end * self._block_tokens, item.turn + 1, False

@@ -37,23 +37,23 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
     return POLICIES[name](find_flops)
 
 
-_SPARE_GRID_TOKENS = 128
-"""Grid of checkpoints while most of the memory is unused: a checkpoint then costs only the write of a state."""
+_FILL_TOKENS = 128
+"""The densest grid of checkpoints in idle memory. There, a checkpoint costs only the write of a state."""
 
 
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """An affordable grid, and no checkpoint at a prompt end that closely follows a breakpoint of the caller."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, spare_grid_tokens=_spare_grid(layout))
+    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, fill_tokens=_fill_grid(layout))
 
 
-def _spare_grid(layout: CacheLayout) -> int:
-    """Grid while most of the memory is unused.
+def _fill_grid(layout: CacheLayout) -> int:
+    """The densest grid in idle memory.
 
     If all local groups have windows and there are no states, checkpoints one window apart already keep all blocks, and
     a request can resume at any block boundary.
     """
     local = [group.sight for group in layout.token_groups if group.role is Role.LOCAL]
     if layout.state_groups or any(sight.window is None for sight in local):
-        return _SPARE_GRID_TOKENS
-    return max(_SPARE_GRID_TOKENS, min((sight.window or 0 for sight in local), default=0))
+        return _FILL_TOKENS
+    return max(_FILL_TOKENS, min((sight.window or 0 for sight in local), default=0))

@@ -21,6 +21,10 @@ class Kind(IntEnum):
     BREAKPOINT = 2
     """A position that the caller passed."""
     GRID = 3
+    PARTING = 4
+    """A place at which later prompts will probably part from this one: see `partings`."""
+    FILL = 5
+    """A position between others, in memory that is idle. Until a request has used it, it is evicted first."""
 
 
 class PromptFacts(NamedTuple):
@@ -34,8 +38,10 @@ class PromptFacts(NamedTuple):
     breakpoints: tuple[int, ...]
     """Positions that the caller passed."""
     block_tokens: int
-    spare: float = 0.0
-    """Fraction of the slabs that are free."""
+    likely: tuple[int, ...] = ()
+    """Positions at which later prompts will probably part from this one."""
+    num_spare: int = 0
+    """Number of checkpoints for which there is idle memory: free, or taken by checkpoints that go first."""
 
 
 class CheckpointPolicy(Protocol):
@@ -74,6 +80,8 @@ class Rating(NamedTuple):
     """Candidates of one lane are evicted in order of last use."""
     cohort: Numbers = ()
     """Candidates of one cohort have the same predicted reuse. Empty for policies that do not learn."""
+    is_spare: bool = False
+    """It is evicted before all others: set by the queue, not by policies."""
 
 
 class EvictionPolicy(Protocol):
@@ -138,18 +146,23 @@ def quarter_octave(value: float) -> int:
     return round(4 * log2(value)) if value > 0 else -4096
 
 
-_MOSTLY_UNUSED = 0.5
+_LEAST_SHARE = 8
+"""One prompt takes at most this part of the idle memory: one eighth."""
 
 
 class PromptEndBranchesGrid:
     """Keeps checkpoints at the last block boundary from which a repeated prompt can resume, where it diverges from a
-    known prefix, at the caller's breakpoints, and on a sparse grid (denser while most of the memory is unused)."""
+    known prefix, where later prompts will probably diverge, at the caller's breakpoints, on a sparse grid, and in idle
+    memory on a grid that is the denser the more idle memory there is."""
 
-    def __init__(self, grid_tokens: int | None, near_tokens: int = 0, spare_grid_tokens: int | None = None) -> None:
-        """`near_tokens`: no checkpoint at a prompt's end if a caller's breakpoint is at most this far before it."""
+    def __init__(self, grid_tokens: int | None, near_tokens: int = 0, fill_tokens: int | None = None) -> None:
+        """`near_tokens`: no checkpoint at a prompt's end if a caller's breakpoint is at most this far before it.
+
+        `fill_tokens`: the densest grid in idle memory.
+        """
         self.grid_tokens = grid_tokens
         self.near_tokens = near_tokens
-        self.spare_grid_tokens = spare_grid_tokens or grid_tokens
+        self.fill_tokens = fill_tokens
 
     def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
         end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
@@ -159,10 +172,31 @@ class PromptEndBranchesGrid:
             yield facts.matched_tokens, Kind.BRANCH
         for position in facts.breakpoints:
             yield position, Kind.BREAKPOINT
-        grid = self.spare_grid_tokens if facts.spare > _MOSTLY_UNUSED else self.grid_tokens
+        for position in facts.likely[:1]:
+            yield position, Kind.PARTING
+        fill, grid = self._fill_spacing(facts, end), self.grid_tokens
         if grid:
-            for position in range(facts.cached_tokens // grid * grid + grid, facts.prompt_tokens, grid):
-                yield position, Kind.GRID
+            yield from _grid(facts.cached_tokens, end, -(-grid // fill) * fill if fill else grid, Kind.GRID)
+        if fill:
+            for position in facts.likely[1:]:
+                yield position, Kind.FILL
+            yield from _grid(facts.cached_tokens, end - fill // 2, fill, Kind.FILL)
+
+    def _fill_spacing(self, facts: PromptFacts, end: int) -> int:
+        """Spacing of the grid in idle memory; 0 if there is no room for one that is denser than the sparse grid."""
+        most = facts.num_spare // _LEAST_SHARE
+        if not self.fill_tokens or not most:
+            return 0
+        spacing = self.fill_tokens
+        while (end - facts.cached_tokens) // spacing > most:
+            spacing *= 2
+        return spacing if not self.grid_tokens or spacing < self.grid_tokens else 0
+
+
+def _grid(start: int, end: int, spacing: int, kind: Kind) -> Iterable[tuple[int, Kind]]:
+    """Multiples of `spacing` after `start` and before `end`."""
+    for position in range(start // spacing * spacing + spacing, end, spacing):
+        yield position, kind
 
 
 def affordable_grid(checkpoint_bytes: int, kv_bytes_per_token: int, least: int = 256) -> int:

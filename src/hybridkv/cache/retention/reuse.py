@@ -8,7 +8,8 @@ Chance and time are learned from observed reuse, including requests for items th
   (1 + turn) / (4 + turn). The chance also depends on the number of tokens added last: a large addition is rarely
   continued. A superseded checkpoint is needed only by requests that branch off there, so its chance depends on its
   kind and its hits.
-- The **time** until reuse is learned as two distributions over ages: one for ends, one for superseded checkpoints.
+- The **time** until reuse is learned as distributions over ages: one for ends, one for superseded checkpoints, and one
+  for those of them that were used several times, such as the end of a prompt that all requests share.
 
 Given both, the value of an item of a given age is the highest ratio of expected reuses to expected time kept, over all
 times for which it may be kept (the Gittins index).
@@ -37,7 +38,14 @@ _LEARN_EVERY = 256
 """The tables are recomputed after this many kept items."""
 _FORGET_AFTER = 1 << 14
 """All counts are halved after this many kept items, because workloads change."""
-_FIRST_CHANCE = {Kind.END: 0.05, Kind.BRANCH: 0.5, Kind.BREAKPOINT: 0.3, Kind.GRID: 0.1}
+_FIRST_CHANCE = {
+    Kind.END: 0.05,
+    Kind.BRANCH: 0.5,
+    Kind.BREAKPOINT: 0.3,
+    Kind.GRID: 0.1,
+    Kind.PARTING: 0.2,
+    Kind.FILL: 0.05,
+}
 """Prior chance of reuse of superseded checkpoints."""
 
 
@@ -47,8 +55,8 @@ class PredictedReuse:
     def __init__(self) -> None:
         self._kept: defaultdict[Numbers, int] = defaultdict(int)
         self._reused: defaultdict[Numbers, int] = defaultdict(int)
-        self._ages = [np.ones(_NUM_AGES), np.ones(_NUM_AGES)]
-        """Number of reuses by age, of ends and of superseded checkpoints."""
+        self._ages = [np.ones(_NUM_AGES), np.ones(_NUM_AGES), np.ones(_NUM_AGES)]
+        """Number of reuses by age: see `_ages_of`."""
         self._worth: list[list[list[float]]] = []
         self._levels: dict[Numbers, int] = {}
         """The chance of reuse of each cohort, as an index of `_CHANCES`."""
@@ -65,11 +73,11 @@ class PredictedReuse:
         if level is None:
             level = self._levels[cohort] = bisect_left(_BETWEEN_CHANCES, self.chance(cohort))
         tokens_per_byte = max(1, candidate.end - candidate.start) / max(1, candidate.num_bytes)
-        return Rating((cohort[0], level, round(2 * log2(tokens_per_byte))), cohort)
+        return Rating((_ages_of(cohort), level, round(2 * log2(tokens_per_byte))), cohort)
 
     def value(self, lane: Numbers, age: int, oldest_age: int) -> float:
-        is_superseded, chance, density = lane
-        return self._worth[is_superseded][chance][_age_index(age)] * float(2.0 ** (density / 2))
+        ages, chance, density = lane
+        return self._worth[ages][chance][_age_index(age)] * float(2.0 ** (density / 2))
 
     def learn_kept(self, cohort: Numbers, count: int) -> None:
         self._count(self._kept, cohort, count)
@@ -81,7 +89,7 @@ class PredictedReuse:
 
     def learn_reused(self, cohort: Numbers, age: int) -> None:
         self._count(self._reused, cohort, 1)
-        self._ages[cohort[0]][_age_index(age)] += 1
+        self._ages[_ages_of(cohort)][_age_index(age)] += 1
 
     def chance(self, cohort: Numbers) -> float:
         """Probability that an item of a cohort is reused."""
@@ -125,6 +133,11 @@ def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         ratio = np.cumsum(reused[:, age:], axis=1) / np.cumsum(time_kept[:, age:], axis=1)
         ratio.max(axis=1, out=worth[:, age])
     return worth
+
+
+def _ages_of(cohort: Numbers) -> int:
+    """The distribution of a cohort's ages: 0 for ends, 1 for superseded checkpoints, 2 for those used repeatedly."""
+    return 0 if not cohort[0] else 2 if cohort[2] >= 2 else 1
 
 
 def _age_index(age: int) -> int:

@@ -44,17 +44,20 @@ class InFlight:
 class CheckpointPlan:
     """Positions at which one request keeps checkpoints."""
 
-    __slots__ = ("ahead", "wanted")
+    __slots__ = ("ahead", "has_fill", "wanted")
 
     def __init__(self) -> None:
         self.wanted: dict[int, Kind] = {}
         """Positions where a checkpoint is wanted, and why."""
         self.ahead: list[int] = []
         """The positions of `wanted` that are not computed yet, in order."""
+        self.has_fill = False
+        """Whether some of them only fill idle memory."""
 
     def want(self, position: int, kind: Kind) -> None:
         """Add a position. Call `restart` after the last one."""
         self.wanted.setdefault(position, kind)
+        self.has_fill = self.has_fill or kind is Kind.FILL
 
     def restart(self, computed: int) -> None:
         """Set `ahead` for a request that computes from `computed` on."""
@@ -67,7 +70,7 @@ class CheckpointPlan:
 
     def copy(self) -> CheckpointPlan:
         twin = CheckpointPlan()
-        twin.wanted, twin.ahead = dict(self.wanted), list(self.ahead)
+        twin.wanted, twin.ahead, twin.has_fill = dict(self.wanted), list(self.ahead), self.has_fill
         return twin
 
 

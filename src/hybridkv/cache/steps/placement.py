@@ -9,6 +9,7 @@ from hybridkv.cache.index.leaders import Leaders
 from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.resume import Resume, ResumeRule
 from hybridkv.cache.index.tree import Checkpoint, Node, PathNode, null_pages
+from hybridkv.cache.retention.partings import Parting
 from hybridkv.cache.retention.policy import Kind
 from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.lease import Lease
@@ -45,6 +46,16 @@ class Placement:
     ) -> tuple[list[PathNode], Resume]:
         path = self.prefixes.index.walk(key, tokens, limit // self.block_tokens)
         return path, self.rule.find(path, tokens, limit, taps)
+
+    def learn_parting(self, lease: Lease, parting: Parting | None) -> tuple[int, ...]:
+        """Learn where a prompt leaves an earlier one. Returns likely places of its own, the most valuable first:
+        positions after its resume position at which later prompts will probably leave it."""
+        partings, opening = self.prefixes.history.partings, bytes(lease.tokens[: self.block_bytes])
+        partings.begun(opening)
+        if parting is not None:
+            partings.parted(opening, parting)
+        found = [place.position(lease.prompt_tokens) for place in partings.places(opening)]
+        return tuple(position for position in found if lease.computed < position < lease.prompt_tokens)
 
     def attach(self, lease: Lease, path: Sequence[PathNode], resume: Resume) -> None:
         """Put the lease at the position of `resume`. Allocates no pages: the first `extend` copies a tail."""

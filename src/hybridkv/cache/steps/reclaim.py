@@ -8,7 +8,8 @@ from hybridkv.cache.arena.compaction import Compactor
 from hybridkv.cache.arena.pools import Slab
 from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.tree import Checkpoint, Node
-from hybridkv.cache.retention.eviction import is_superseded
+from hybridkv.cache.retention.eviction import Item, is_superseded
+from hybridkv.cache.retention.policy import Rating
 from hybridkv.cache.steps import footprint
 from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.running import Pinned
@@ -44,7 +45,28 @@ class Reclaimer:
         self.arena = prefixes.groups.arena
         self.running = compactor.running
         self.stats = prefixes.stats
-        self._num_ahead = min(_EVICT_AHEAD, prefixes.groups.layout.num_slabs // 32)
+        layout = prefixes.groups.layout
+        self._num_ahead = min(_EVICT_AHEAD, layout.num_slabs // 32)
+        self._checkpoint_slabs = layout.checkpoint_slabs
+
+    def num_spare_checkpoints(self) -> int:
+        """Number of checkpoints for which there is idle memory: free, or taken by what goes before all others.
+
+        What was freed by evictions ahead is not idle.
+        """
+        num_slabs = max(0, self.arena.num_free_slabs - 2 * self._num_ahead)
+        free = int(num_slabs / self._checkpoint_slabs) if self._checkpoint_slabs else 0
+        return self.prefixes.queue.num_spare + free
+
+    def make_spare_room(self, needs: Needs, most_evictions: int) -> None:
+        """Evict only what goes before all others, until `needs` fit or as much as that gives."""
+        for _ in range(most_evictions):
+            if self.arena.fits(needs):
+                return
+            popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
+            if popped is None:
+                return
+            self._evict(*popped, needs)
 
     def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
         """Compact and evict until `needs` fit. Returns None if they fit."""
@@ -62,8 +84,9 @@ class Reclaimer:
             if num_evicted == most_evictions or not self.evict_least(needs):
                 return self._no_room(pinned.refused)
             num_evicted += 1
-        # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts.
-        for _ in range(self._num_ahead):
+        # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts,
+        # and not while there is idle memory.
+        for _ in range(0 if self.prefixes.queue.num_spare else self._num_ahead):
             if not self.evict_least(needs):
                 break
         return None
@@ -99,17 +122,18 @@ class Reclaimer:
         """
         if self.prefixes.index.tapped and self._evict_taps():
             return True
-        history = self.prefixes.history
-        popped = self.prefixes.queue.pop(history.clock)
+        popped = self.prefixes.queue.pop(self.prefixes.history.clock)
         if popped is None:
             return False
-        item, rating = popped
-        history.evicted(item, rating)
+        self._evict(*popped, needs)
+        return True
+
+    def _evict(self, item: Item, rating: Rating | None, needs: Needs) -> None:
+        self.prefixes.history.evicted(item, rating)
         if isinstance(item, Checkpoint):
             self.evict_checkpoint(item)
         else:
             self._evict_blocks(item, needs)
-        return True
 
     def _evict_taps(self) -> bool:
         """Evict tapped layers of one node: of the least recently used one that has some which no request uses now.

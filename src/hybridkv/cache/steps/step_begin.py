@@ -130,6 +130,32 @@ class StepBegin:
 
         `num_needed`: number of states inside the step that are not optional.
         """
+        if not self.state_groups or not lease.plan.has_fill:
+            return self._firm_room(lease, num_blocks, may_cut, kept, end, unseen, num_needed)
+        fill = [p for p in kept if p < end and lease.plan.wanted[p] is Kind.FILL]
+        firm = [p for p in kept if p not in fill]
+        room = self._firm_room(lease, num_blocks, may_cut, firm, end, unseen, num_needed)
+        if isinstance(room, NoRoom) or not fill:
+            return room
+        num_needed += sum(position < end for position in room)
+        fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
+        num_fit = len(fill)
+        self.reclaimer.make_spare_room(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen), num_fit)
+        while num_fit and not self.arena.fits(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen)):
+            num_fit -= 1
+        return sorted([*room, *fill[len(fill) - num_fit :]])
+
+    def _firm_room(
+        self,
+        lease: Lease,
+        num_blocks: int,
+        may_cut: bool,
+        kept: list[int],
+        end: int,
+        unseen: Sequence[int],
+        num_needed: int,
+    ) -> list[int] | NoRoom:
+        """`_room_for` without the checkpoints that only fill idle memory."""
         make_room = self.reclaimer.make_room
         fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
         num_inside = sum(position < end for position in kept) if self.state_groups else 0

@@ -156,6 +156,7 @@ class StepEnd:
                 prefixes.events.stored(node.keys[first - end :])
             self._move_to(lease, node)
             node.turn, node.new_tokens = lineage.turn, end * self.block_tokens - lineage.continued_from
+            node.prompt_tokens = lease.prompt_tokens
         if lease.taps:
             index.touch_taps(lease.leaf)
         pages.copied = []
