@@ -8,6 +8,13 @@ Prompts are served one after the other, nothing is decoded. The made-up workload
     drift      the same, but every 1,500 requests other texts are popular
     noise      chat, and as many long prompts that never come back
 
+Others are of prompts that leave an earlier one in its middle; these run on another model, and what is reported is the
+part of the tokens that an earlier prompt had:
+
+    templates  sessions of agents, with a template behind the conversation that changes for some prompts: short and long
+               ones, and agents of four kinds
+    users      a few questions of each user, after a profile of its own and a list of tools of the same length for all
+
 `--ablation` also runs the learning policy without one of its parts at a time. The last line is JSON.
 """
 
@@ -173,6 +180,29 @@ def made_up(name: str) -> Iterator[Prompt]:
         yield Prompt(tokens, len(tokens), len(body))
 
 
+def parting(name: str) -> Iterator[Prompt]:
+    """The caller knows nothing of where these prompts may be continued."""
+    for number, pieces in enumerate(PARTING_WORKLOADS[name]()):
+        body = np.repeat(np.array(pieces, dtype=np.int32), SMALL_PIECE)
+        tokens = np.concatenate([body, np.full(5, 2**31 - 1 - number, dtype=np.int32)])
+        yield Prompt(tokens, len(tokens), len(tokens))
+
+
+def seen_ratio(prompts: Iterator[Prompt], block_tokens: int) -> float:
+    """Tokens in whole blocks that an earlier prompt had, without those of each prompt's last token."""
+    known: set[int] = set()
+    num_seen = num_tokens = 0
+    for prompt in prompts:
+        key, is_known = 0, True
+        for start in range(0, (prompt.num_tokens - 1) // block_tokens * block_tokens, block_tokens):
+            key = hash((key, bytes(prompt.tokens[start : start + block_tokens])))
+            is_known = is_known and key in known
+            num_seen += block_tokens * is_known
+            known.add(key)
+        num_tokens += prompt.num_tokens
+    return num_seen / num_tokens
+
+
 def from_trace(path: Path) -> Iterator[Prompt]:
     trace = load_trace(path)
     for index in range(len(trace)):
@@ -233,6 +263,20 @@ def hit_ratio(prompts: Iterator[Prompt], layout: CacheLayout, policy: EvictionPo
     return round(cache.stats.hit_tokens / cache.stats.prompt_tokens, 4)
 
 
+def parting_results(model_name: str, memories: Sequence[str]) -> dict[str, float]:
+    """By workload and memory: the part of what was seen before that is hit, with the default policies."""
+    model, results = load_model(model_name, state_dtype=DType.parse("fp32")), {}
+    for source in PARTING_WORKLOADS:
+        seen = 0.0
+        for memory in memories:
+            layout = CacheLayout.from_plan(make_plan(model, PlanOptions(parse_size(memory))))
+            seen = seen or seen_ratio(parting(source), layout.block_tokens)
+            hit = hit_ratio(parting(source), layout, PredictedReuse(), has_log=True)
+            results[f"{source} {memory}"] = round(hit / seen, 4)
+            print(f"{source:16s} {memory:8s} {hit:.4f} of {seen:.4f} seen before: {hit / seen:.4f}", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace; without any, all workloads")
@@ -240,6 +284,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--memory", default="30GiB,100GiB", help="sizes of one rank, with commas between")
     parser.add_argument("--state-dtype", default="fp32")
+    parser.add_argument("--parting-model", default="qwen3.5-35b-a3b", help="for prompts that part")
+    parser.add_argument("--parting-memory", default="5GiB,8GiB,12GiB,20GiB,80GiB", help="sizes, with commas between")
     parser.add_argument("--ablation", action="store_true", help="also without one part at a time")
     args = parser.parse_args()
     model = load_model(args.model, tp=args.tp, state_dtype=DType.parse(args.state_dtype))
@@ -262,7 +308,9 @@ def main() -> None:
                 row[name] = hit_ratio(prompts(), layout, make(), has_log=name != "reuse, no eviction log")
                 seconds = time.perf_counter() - start
                 print(f"{source} {memory:8s} {name:32s} {row[name]:.4f}  {seconds:.1f} s", flush=True)
-    print(json.dumps({"benchmark": "retention", "model": args.model, "tp": args.tp, "hit_ratios": results}))
+    of_seen = {} if args.trace else parting_results(args.parting_model, args.parting_memory.split(","))
+    found = {"hit_ratios": results, "parting_model": args.parting_model, "hit_of_seen": of_seen}
+    print(json.dumps({"benchmark": "retention", "model": args.model, "tp": args.tp, **found}))
 
 
 if __name__ == "__main__":

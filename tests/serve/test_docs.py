@@ -136,7 +136,7 @@ def metrics_of(served: Served) -> dict[str, str]:
 
 
 def metrics_in(header: str) -> dict[str, str]:
-    return {name: kind for cell, kind, *_ in table(header) for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
+    return {name: kind for cell, kind, *_ in table(header) for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", cell)}
 
 
 def test_every_metric_is_listed(served: Served) -> None:

@@ -11,7 +11,15 @@ from hybridkv.cache.inspection.prefix_tree import PrefixTree
 from hybridkv.cache.layout import CacheGroup, CacheLayout, Role
 from hybridkv.cache.pins import Pin, PinnedPages, PinState
 from hybridkv.cache.retention.named import DEFAULT_POLICY, POLICIES, named_policy
-from hybridkv.cache.retention.policy import Candidate, CheckpointPolicy, EvictionPolicy, Kind, PromptFacts, Rating
+from hybridkv.cache.retention.policy import (
+    KIND_NAMES,
+    Candidate,
+    CheckpointPolicy,
+    EvictionPolicy,
+    Kind,
+    PromptFacts,
+    Rating,
+)
 from hybridkv.cache.stats import CacheStats, Event
 from hybridkv.cache.steps.lease import Lease
 from hybridkv.cache.steps.reclaim import NoRoom
@@ -26,6 +34,7 @@ IS_COMPILED = not str(cache.__file__).endswith(".py")
 __all__ = [
     "DEFAULT_POLICY",
     "IS_COMPILED",
+    "KIND_NAMES",
     "NULL_PAGE",
     "POLICIES",
     "Cache",

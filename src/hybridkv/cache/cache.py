@@ -453,6 +453,7 @@ class Cache:
         num_spare = self._reclaimer.num_spare_checkpoints()
         if likely and not num_spare and not self._is_worth_keeping(lease, likely[0]):
             likely = ()
+            self.stats.places_declined += 1
         facts = PromptFacts(
             lease.prompt_tokens,
             resume.position,

@@ -19,6 +19,11 @@ class CacheStats:
     """Prompt tokens that the index did not supply, by reason."""
     checkpoints_kept: int = 0
     checkpoints_hit: int = 0
+    kept_by_kind: Counter[str] = field(default_factory=Counter)
+    """`checkpoints_kept` by the reason they were kept."""
+    hit_by_kind: Counter[str] = field(default_factory=Counter)
+    places_declined: int = 0
+    """Likely places without a checkpoint: it was worth less than what would be evicted for it."""
     checkpoints_skipped: int = 0
     """Wanted checkpoints that were not kept because there was no room."""
     checkpoints_evicted: int = 0

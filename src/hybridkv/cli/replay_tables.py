@@ -104,6 +104,11 @@ def _facts_table(report: ReplayReport) -> Table:
         table.add_row("loads", f"{report.tier_loads.loads:,}", loads_remark(report.tier_loads))
     remark = f"used {report.checkpoints_hit:,} times, {report.checkpoints_evicted:,} evicted"
     table.add_row("checkpoints", f"{report.checkpoints_kept:,}", remark)
+    if report.checkpoints_kept:
+        for kind, count in report.kept_by_kind.items():
+            table.add_row(f"  {kind}", f"{count:,}", f"used {report.hit_by_kind.get(kind, 0):,} times")
+        written = format_bytes(round(report.checkpoint_bytes_per_token))
+        table.add_row("written for them", written, "for each token computed")
     if report.breakpoints_per_request:
         table.add_row("breakpoints", f"{report.breakpoints_per_request:.1f}", "a request: where a checkpoint is wanted")
     table.add_row("compactions", f"{report.compactions:,}", f"{report.moved_pages:,} pages moved")

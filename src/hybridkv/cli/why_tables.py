@@ -151,8 +151,15 @@ def _lookup_lines(lookup: Record, breakpoints: Sequence[int]) -> Iterator[str]:
     for one in lookup["evicted"]:
         ago = f"{_seconds(one['seconds_ago'])} and {one['requests_ago']:,} requests before"
         yield f"Evicted: what a request could resume from at token {one['position']:,}, {ago}."
+    if lookup["likely"]:
+        yield "Prompts that begin like this one often part " + ", ".join(map(_place, lookup["likely"])) + "."
     if breakpoints:
         yield "Breakpoints: " + ", ".join(f"{position:,}" for position in breakpoints)
+
+
+def _place(place: Record) -> str:
+    offset, chance = place["offset"], f"({place['chance']:.0%} of them)"
+    return f"at token {offset:,} {chance}" if offset > 0 else f"{-offset:,} tokens before the end {chance}"
 
 
 def _store(store: Record) -> Text:

@@ -37,6 +37,7 @@ class Meter:
         self._breakpoints = 0
         self._hit_tokens = 0
         self._misses: Counter[str] = Counter(dict.fromkeys(MISS_REASONS, 0))
+        self._computed_tokens = 0
         self._recomputed_tokens = 0
         self._computed_flops = 0.0
         self._saved_flops = 0.0
@@ -93,6 +94,7 @@ class Meter:
 
     def computed(self, start: int, end: int, before: int) -> None:
         """Tokens [start, end) were computed; of the sequence, those up to `before` had been computed earlier."""
+        self._computed_tokens += end - start
         self._recomputed_tokens += max(0, min(end, before) - start)
         if self._compute is not None:
             self._computed_flops += self._compute.flops(start, end)
@@ -112,6 +114,11 @@ class Meter:
             pages = self._cache.pages_in_use()
             held = {name: float(count * self._page_bytes[name]) for name, count in pages.items()}
             self._samples.append({"t": now, **held})
+
+    def _checkpoint_bytes(self) -> int:
+        """Bytes of states that were written for checkpoints. A window's blocks are written anyway."""
+        states = sum(group.page_bytes * group.pages_per_state for group in self._cache.layout.state_groups)
+        return self._cache.stats.checkpoints_kept * states
 
     def report(self, setting: Setting, *, continued: int, simulated_s: float | None) -> ReplayReport:
         stats = self._cache.stats
@@ -135,6 +142,9 @@ class Meter:
             checkpoints_hit=stats.checkpoints_hit,
             checkpoints_evicted=stats.checkpoints_evicted,
             checkpoints_skipped=stats.checkpoints_skipped,
+            kept_by_kind=dict(stats.kept_by_kind),
+            hit_by_kind=dict(stats.hit_by_kind),
+            checkpoint_bytes_per_token=self._checkpoint_bytes() / max(1, self._computed_tokens),
             compactions=stats.compactions,
             moved_pages=stats.pages_moved,
             peak_bytes=self._peak_slabs * self._slab_bytes,

@@ -66,6 +66,10 @@ class ReplayReport:
     checkpoints_hit: int
     checkpoints_evicted: int
     checkpoints_skipped: int
+    kept_by_kind: Mapping[str, int]
+    hit_by_kind: Mapping[str, int]
+    checkpoint_bytes_per_token: float
+    """Bytes of checkpoints written for each token computed."""
     compactions: int
     moved_pages: int
     peak_bytes: int

@@ -46,6 +46,11 @@ class EvictionCard(BaseModel):
     requests_ago: int
 
 
+class PlaceCard(BaseModel):
+    offset: int
+    chance: float
+
+
 class LookupCard(BaseModel):
     position: int
     matched_tokens: int
@@ -54,6 +59,7 @@ class LookupCard(BaseModel):
     block_tokens: int
     missing: str | None
     checkpoint: CheckpointCard | None
+    likely: list[PlaceCard]
     groups: list[GroupCard]
     evicted: list[EvictionCard]
     min_prefix: int

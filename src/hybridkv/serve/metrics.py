@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hybridkv.cache import CacheStats
+from hybridkv.cache import KIND_NAMES, CacheStats
 from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
 from hybridkv.errors import DiskError
 from hybridkv.link.stats import LinkStats
@@ -31,6 +31,7 @@ _CACHE_COUNTERS = {
     "checkpoints_hit": "Requests that resumed from a checkpoint",
     "checkpoints_skipped": "Checkpoints that were wanted, with no page to spare",
     "checkpoints_evicted": "Checkpoints that had to go",
+    "places_declined": "Likely places without a checkpoint: it was worth less than what would be evicted for it",
     "blocks_published": "Blocks of tokens that others can find",
     "blocks_shared": "Blocks computed although another request had published them meanwhile",
     "blocks_evicted": "Blocks of tokens that had to go",
@@ -239,6 +240,11 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     yield missed
     for name, text in _CACHE_COUNTERS.items():
         yield _count(f"cache_{name}", text, getattr(stats, name))
+    kinds = CounterMetricFamily("hybridkv_cache_checkpoints", "Checkpoints by kind", labels=["event", "kind"])
+    for event, counts in (("kept", stats.kept_by_kind), ("hit", stats.hit_by_kind)):
+        for kind in KIND_NAMES:
+            kinds.add_metric([event, kind], counts[kind])
+    yield kinds
 
 
 def _memory_metrics(memory: MemoryUse) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.tree import Checkpoint, Index, Node
 from hybridkv.cache.retention.eviction import EvictionQueue
 from hybridkv.cache.retention.history import History, Lineage
-from hybridkv.cache.retention.policy import EvictionPolicy
+from hybridkv.cache.retention.policy import KIND_NAMES, EvictionPolicy
 from hybridkv.cache.stats import CacheStats, Events
 
 
@@ -70,6 +70,7 @@ class PrefixCache:
         checkpoint.last_used = self.history.clock
         checkpoint.turn, checkpoint.new_tokens = lineage.turn, checkpoint.position - lineage.continued_from
         self.stats.checkpoints_kept += 1
+        self.stats.kept_by_kind[KIND_NAMES[checkpoint.kind]] += 1
         if not self.needs_checkpoints:  # it saves less than a block, so the policy learns from its node instead
             self.queue.offer(checkpoint)
             return

@@ -14,6 +14,7 @@ from hybridkv.cache.index.resume import Found, ResumeRule
 from hybridkv.cache.index.tree import Checkpoint, PathNode
 from hybridkv.cache.layout import CacheGroup, Role
 from hybridkv.cache.retention.eviction_log import Eviction
+from hybridkv.cache.retention.partings import Place
 from hybridkv.cache.retention.policy import Kind
 from hybridkv.cache.tokens import PLAIN_KEY, TOKEN_BYTES
 
@@ -85,6 +86,8 @@ class Explanation:
     """The deepest checkpoint between `position` and `matched_tokens` that was evicted."""
     is_salted: bool = False
     """Whether a `cache_salt` keeps the request apart from requests without this salt."""
+    likely: tuple[Place, ...] = ()
+    """Where prompts that begin like this one part from earlier ones, as learned so far."""
 
     @property
     def last_position(self) -> int:
@@ -118,7 +121,13 @@ class Explainer:
             tuple(groups),
             self._evicted_between(path, resume.position, resume.matched_tokens, num_tokens),
             found.key.root != PLAIN_KEY.root,
+            self._likely(found.tokens),
         )
+
+    def _likely(self, tokens: bytes) -> tuple[Place, ...]:
+        if not self._prefixes.needs_checkpoints:
+            return ()
+        return tuple(self._prefixes.history.partings.places(tokens[: self._block_tokens * TOKEN_BYTES]))
 
     def evicted(self, eviction: Eviction | None) -> Evicted | None:
         """An entry of the eviction log, as part of an explanation."""

@@ -126,5 +126,5 @@ class Partings:
 
     def places(self, opening: bytes) -> list[Place]:
         """Places at which later prompts will probably part from a prompt, the most valuable first."""
-        tally = self._by_opening[opening]
-        return self._all.places if tally.num_prompts < _FEW_PROMPTS else tally.places
+        tally = self._by_opening.get(opening)
+        return self._all.places if tally is None or tally.num_prompts < _FEW_PROMPTS else tally.places

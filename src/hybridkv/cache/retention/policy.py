@@ -27,6 +27,10 @@ class Kind(IntEnum):
     """A position between others, in memory that is idle. Until a request has used it, it is evicted first."""
 
 
+KIND_NAMES = tuple(kind.name.lower() for kind in Kind)
+"""By kind: its name in records and metrics."""
+
+
 class PromptFacts(NamedTuple):
     """Facts known when a request begins."""
 

@@ -10,7 +10,7 @@ from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.resume import Resume, ResumeRule
 from hybridkv.cache.index.tree import Checkpoint, Node, PathNode, null_pages
 from hybridkv.cache.retention.partings import Parting
-from hybridkv.cache.retention.policy import Kind
+from hybridkv.cache.retention.policy import KIND_NAMES, Kind
 from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.lease import Lease
 from hybridkv.cache.steps.lease_pages import LeasePages
@@ -96,6 +96,7 @@ class Placement:
 
     def _attach_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> None:
         self.stats.checkpoints_hit += 1
+        self.stats.hit_by_kind[KIND_NAMES[checkpoint.kind]] += 1
         if self.prefixes.needs_checkpoints:
             self.prefixes.history.used(lease.lineage, checkpoint)
         if checkpoint.rating is None:  # else it keeps its lane: a deeper one will supersede it soon

@@ -148,6 +148,7 @@ class RequestRecord:
                 "hits": used.num_hits,
                 "idle_s": used.idle_s,
             },
+            "likely": [place._asdict() for place in lookup.likely],
             "groups": [
                 {
                     "name": group.name,
