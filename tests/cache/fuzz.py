@@ -116,7 +116,9 @@ class Fuzz:
             self.layout,
             at_once=chance.one_in(2),
             policy=chance.choice(list(POLICIES)),
-            checkpoint_policy=PromptEndBranchesGrid(chance.choice([None, 8, 16])),
+            checkpoint_policy=PromptEndBranchesGrid(
+                chance.choice([None, 8, 16]), fill_tokens=chance.choice([None, 4, 8])
+            ),
             clock=lambda: self.now,
             event_limit=10,
         )

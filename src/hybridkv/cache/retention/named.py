@@ -38,8 +38,8 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
 
 
 _FILL_TOKENS = 512
-"""The densest grid of checkpoints in idle memory. A checkpoint there costs only time: a scan that stops to write a state
-takes longer. With 512 tokens between states that is less than 3% of a prefill (docs/performance.md)."""
+"""The densest grid of checkpoints in idle memory. A checkpoint there costs only time: scans stop to write their states.
+With 512 tokens between them that is less than 3% of a prefill (docs/performance.md)."""
 _WINDOW_FILL_TOKENS = 128
 """The same for layouts without states, whose checkpoints write nothing."""
 

@@ -160,7 +160,8 @@ class PromptEndBranchesGrid:
     memory on a grid that is the denser the more idle memory there is."""
 
     def __init__(self, grid_tokens: int | None, near_tokens: int = 0, fill_tokens: int | None = None) -> None:
-        """`near_tokens`: no checkpoint at a prompt's end if a caller's breakpoint is at most this far before it.
+        """`near_tokens`: no checkpoint at a prompt's end or at a likely place if a caller's breakpoint is at most this far
+        before it.
 
         `fill_tokens`: the densest grid in idle memory.
         """
@@ -177,7 +178,8 @@ class PromptEndBranchesGrid:
         for position in facts.breakpoints:
             yield position, Kind.BREAKPOINT
         for position in facts.likely[:1]:
-            yield position, Kind.PARTING
+            if not any(0 <= position - named <= self.near_tokens for named in facts.breakpoints):
+                yield position, Kind.PARTING
         fill, grid = self._fill_spacing(facts, end), self.grid_tokens
         if grid:
             yield from _grid(facts.cached_tokens, end, -(-grid // fill) * fill if fill else grid, Kind.GRID)
