@@ -286,7 +286,7 @@ def unused(cache: Sim) -> list[Checkpoint]:
 
 def compute_all(cache: Sim, lease: Lease) -> None:
     while lease.computed < lease.num_tokens:
-        assert cache.compute(lease, min(62, lease.num_tokens - lease.computed))
+        assert cache.compute(lease, min(64, lease.num_tokens - lease.computed))
         cache.cache.check_integrity()
     cache.cache.release(lease)
     cache.cache.check_integrity()
@@ -406,7 +406,7 @@ def test_a_fill_that_was_used_is_kept_like_others() -> None:
     assert deep.num_hits == 1
     assert deep.rating is not None
     assert not deep.rating.is_spare
-    assert policy.kept[1, Kind.FILL, 1] > 0
+    assert policy.kept[1, Kind.FILL, 1] == 1
     assert policy.reused == []  # nothing had been learned of it, so nothing counts as its reuse
     assert cache.serve([*prompt[: deep.position + 2], *tokens(20, 2)]) == deep.position
     assert policy.reused == [(1, Kind.FILL, 1)]
@@ -495,6 +495,76 @@ def test_unused_fills_are_not_in_the_log_of_evictions() -> None:
     assert len(cache.cache._prefixes.history.log) > before
 
 
+def test_fill_at_the_end_of_a_step_evicts_no_end() -> None:
+    """Chunk ends on the fill grid: the FILL there makes the next step need a fresh state."""
+    kept_by = {}
+    for fill in (8, None):
+        cache = sim(31, fill_tokens=fill, policy="lru")
+        lease = cache.cache.begin(tokens(111, 1000))
+        for other in range(15):
+            cache.serve(tokens(21, other))
+        while lease.computed < lease.num_tokens:
+            assert cache.compute(lease, min(64, lease.num_tokens - lease.computed))
+        kept_by[fill] = kept(cache)
+    assert kept_by[8] >= kept_by[None]
+
+
+def test_a_used_fill_is_counted_once() -> None:
+    policy = Recorder()
+    cache, prompt = sim(80, fill_tokens=8, policy=policy), tokens(200, 0)
+    cache.serve(prompt)
+    (deep, *_) = sorted(unused(cache), key=lambda c: -c.position)
+    cache.serve([*prompt[: deep.position + 2], *tokens(20, 1)])
+    assert policy.kept[1, Kind.FILL, 1] == 1
+
+
+def test_a_used_end_is_counted_once() -> None:
+    policy = Recorder()
+    cache, prompt = sim(80, policy=policy), tokens(200, 0)
+    cache.serve(prompt, reply=tokens(12, 3))
+    cache.serve([*prompt, *tokens(20, 1)])
+    assert policy.kept[1, Kind.END, 1] == 1
+
+
+def test_an_end_where_a_fill_is_kept_is_an_end() -> None:
+    cache, prompt = sim(200, fill_tokens=8), tokens(120, 0)
+    long = cache.cache.begin(prompt)
+    at = next(p for p, kind in long.wanted.items() if kind is Kind.FILL)
+    short = cache.cache.begin(prompt[: at + 2])
+    assert short.wanted[at] is Kind.END
+    assert cache.compute(long)
+    assert cache.compute(short)
+    (there,) = [c for c in checkpoints(cache) if c.position == at]
+    assert there.rating is not None
+    assert not there.rating.is_spare
+
+
+def test_a_leader_keeps_a_checkpoint_for_its_follower() -> None:
+    cache, prompt = sim(40, fill_tokens=8), tokens(120, 0)
+    leader = cache.cache.begin(prompt)
+    assert leader.wanted[32] is Kind.FILL
+    follower = prompt[:34] + tokens(20, 1)
+    match = cache.cache.match(follower)
+    assert match.leader is leader
+    assert match.leader_tokens == 32
+    assert cache.cache.follow(match)
+    for seed in range(2, 60):
+        cache.serve(tokens(5, seed))
+    assert cache.compute(leader)
+    assert cache.cache.match(follower).num_tokens == 32
+
+
+def test_a_leader_keeps_a_checkpoint_for_its_follower_without_fill() -> None:
+    cache, prompt = sim(40), tokens(120, 0)
+    leader = cache.cache.begin(prompt)
+    follower = prompt[:34] + tokens(20, 1)
+    assert cache.cache.follow(cache.cache.match(follower))
+    for seed in range(2, 60):
+        cache.serve(tokens(5, seed))
+    assert cache.compute(leader)
+    assert cache.cache.match(follower).num_tokens == 32
+
+
 # --- the price of memory ----------------------------------------------------------------------------------------------
 
 
@@ -534,6 +604,9 @@ def test_likely_places_of_little_value_are_kept_once_in_sixteen(value: float, in
         document = tokens(40, 1000 + number)
         cache.serve(document + tokens(13, next(seeds)))
         cache.serve(document + tokens(17, next(seeds)))
+    tally = cache.cache._prefixes.history.partings._all
+    for _ in range(13):  # a strong habit: it stays likely for as many prompts as follow
+        tally.parted(tally._last[-1][0])
     assert cache.cache._reclaimer.num_spare_checkpoints() > 0
     assert sum(wants_parting(cache, seeds, 64)) == in_idle
     while cache.cache._reclaimer.num_spare_checkpoints():

@@ -15,7 +15,7 @@ from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.tree import Checkpoint, Index, Node
 from hybridkv.cache.retention.eviction import EvictionQueue
 from hybridkv.cache.retention.history import History, Lineage
-from hybridkv.cache.retention.policy import KIND_NAMES, EvictionPolicy
+from hybridkv.cache.retention.policy import KIND_NAMES, EvictionPolicy, Kind
 from hybridkv.cache.stats import CacheStats, Events
 
 
@@ -57,6 +57,8 @@ class PrefixCache:
             self.groups.drop_states(checkpoint.states)
             self.groups.free_tail(checkpoint)
             twin.last_used = self.history.clock
+            if twin.kind is Kind.FILL:
+                twin.kind = checkpoint.kind
             self.queue.offer(twin)
             return
         if twin is not None:

@@ -128,7 +128,7 @@ class History:
             checkpoint.num_hits += 1
             checkpoint.is_news = True
             if checkpoint.rating is not None and checkpoint.rating.is_spare:
-                self.kept(checkpoint)
+                self._queue.offer(checkpoint)
 
     def _note(self, lineage: Lineage, rating: Rating | None, last_used: int) -> None:
         if rating is not None and rating.cohort and not rating.is_spare:

@@ -22,6 +22,8 @@ _LEAST_CHANCE = 1 / 32
 """Places at which fewer prompts part are not likely."""
 _LEARN_EVERY = 4
 """Number of partings after which likely places are computed again."""
+_REVIEW_EVERY = 64
+"""Number of prompts after which they are, too: habits end."""
 
 
 class Parting(NamedTuple):
@@ -58,6 +60,11 @@ class _Tally:
         self._last: deque[tuple[Parting, int]] = deque(maxlen=_MOST_PARTINGS)
         """With the value of `num_prompts`."""
         self._num_new = 0
+
+    def begun(self) -> None:
+        self.num_prompts += 1
+        if self._last and self.num_prompts % _REVIEW_EVERY == 0:
+            self._learn()
 
     def parted(self, parting: Parting) -> None:
         self._last.append((parting, self.num_prompts))
@@ -108,7 +115,7 @@ class Partings:
 
     def begun(self, opening: bytes) -> None:
         """Count a prompt. `opening`: its first block."""
-        self._all.num_prompts += 1
+        self._all.begun()
         tally = self._by_opening.get(opening)
         if tally is None:
             tally = self._by_opening[opening] = _Tally()
@@ -116,7 +123,7 @@ class Partings:
                 self._by_opening.popitem(last=False)
         else:
             self._by_opening.move_to_end(opening)
-        tally.num_prompts += 1
+        tally.begun()
 
     def parted(self, opening: bytes, parting: Parting) -> None:
         """Learn that a prompt leaves an earlier one. Known places where several go on say nothing of other prompts."""

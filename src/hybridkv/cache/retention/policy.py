@@ -160,8 +160,7 @@ class PromptEndBranchesGrid:
     memory on a grid that is the denser the more idle memory there is."""
 
     def __init__(self, grid_tokens: int | None, near_tokens: int = 0, fill_tokens: int | None = None) -> None:
-        """`near_tokens`: no checkpoint at a prompt's end or at a likely place if a caller's breakpoint is at most this far
-        before it.
+        """`near_tokens`: no checkpoint at a prompt's end or at a likely place this close behind a caller's breakpoint.
 
         `fill_tokens`: the densest grid in idle memory.
         """

@@ -8,8 +8,9 @@ Chance and time are learned from observed reuse, including requests for items th
   (1 + turn) / (4 + turn). The chance also depends on the number of tokens added last: a large addition is rarely
   continued. A superseded checkpoint is needed only by requests that branch off there, so its chance depends on its
   kind and its hits.
-- The **time** until reuse is learned as distributions over ages: one for ends, one for superseded checkpoints, and one
-  for those of them that were used several times, such as the end of a prompt that all requests share.
+- The **time** until reuse is learned as distributions over ages: one for ends, and three for superseded checkpoints:
+  those that were used several times (such as the end of a prompt that all requests share), branches and likely places,
+  and others.
 
 Given both, the value of an item of a given age is the highest ratio of expected reuses to expected time kept, over all
 times for which it may be kept (the Gittins index).
@@ -32,6 +33,10 @@ _AGE_ENDS = [2.0] + [(3 << octave) / 2 * scale for octave in range(1, 22) for sc
 _AGE_WIDTHS = np.diff(np.array(_AGE_ENDS), prepend=0.0)
 _CHANCES = [0.005, 0.01, 0.02, 0.04, 0.08, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
 _BETWEEN_CHANCES = [(a + b) / 2 for a, b in pairwise(_CHANCES)]
+_ENDS, _OTHERS, _USED_OFTEN, _BRANCHES = range(4)
+"""Distributions of ages."""
+_OFTEN = 2
+"""Number of hits of superseded checkpoints that are used often."""
 _PRIOR_WEIGHT = 20.0
 """Weight of the prior, as a number of kept items of a cohort."""
 _LEARN_EVERY = 256
@@ -55,7 +60,7 @@ class PredictedReuse:
     def __init__(self) -> None:
         self._kept: defaultdict[Numbers, int] = defaultdict(int)
         self._reused: defaultdict[Numbers, int] = defaultdict(int)
-        self._ages = [np.ones(_NUM_AGES), np.ones(_NUM_AGES), np.ones(_NUM_AGES)]
+        self._ages = [np.ones(_NUM_AGES) for _ in (_ENDS, _OTHERS, _USED_OFTEN, _BRANCHES)]
         """Number of reuses by age: see `_ages_of`."""
         self._worth: list[list[list[float]]] = []
         self._levels: dict[Numbers, int] = {}
@@ -136,8 +141,12 @@ def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _ages_of(cohort: Numbers) -> int:
-    """The distribution of a cohort's ages: 0 for ends, 1 for superseded checkpoints, 2 for those used repeatedly."""
-    return 0 if not cohort[0] else 2 if cohort[2] >= 2 else 1
+    """The distribution of a cohort's ages. A prefix that every request shares must not speak for the others."""
+    if not cohort[0]:
+        return _ENDS
+    if cohort[2] >= _OFTEN:
+        return _USED_OFTEN
+    return _BRANCHES if cohort[1] in (Kind.BRANCH, Kind.PARTING) else _OTHERS
 
 
 def _age_index(age: int) -> int:

@@ -55,8 +55,9 @@ class CheckpointPlan:
         """Whether some of them only fill idle memory."""
 
     def want(self, position: int, kind: Kind) -> None:
-        """Add a position. Call `restart` after the last one."""
-        self.wanted.setdefault(position, kind)
+        """Add a position; any other reason replaces FILL. Call `restart` after the last one."""
+        if self.wanted.setdefault(position, kind) is Kind.FILL:
+            self.wanted[position] = kind
         self.has_fill = self.has_fill or kind is Kind.FILL
 
     def restart(self, computed: int) -> None:

@@ -132,8 +132,14 @@ class StepBegin:
         """
         if not self.state_groups or not lease.plan.has_fill:
             return self._firm_room(lease, num_blocks, may_cut, kept, end, unseen, num_needed)
-        fill = [p for p in kept if p < end and lease.plan.wanted[p] is Kind.FILL]
+        fill = [p for p in kept if lease.plan.wanted[p] is Kind.FILL]
         firm = [p for p in kept if p not in fill]
+        if end in fill:  # the next step could not write that state in place: take a block less
+            fill.remove(end)
+            before = end - self.block_tokens
+            if before > lease.computed and before not in lease.plan.wanted:
+                lease.plan.want(before, Kind.FILL)
+                fill.append(before)
         room = self._firm_room(lease, num_blocks, may_cut, firm, end, unseen, num_needed)
         if isinstance(room, NoRoom) or not fill:
             return room
