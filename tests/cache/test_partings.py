@@ -17,7 +17,7 @@ from hybridkv.cache.index.tree import Checkpoint
 from hybridkv.cache.retention.partings import _FEW_PROMPTS, Parting, Partings, Place, _Tally
 from hybridkv.cache.retention.policy import Numbers, PromptEndBranchesGrid
 from hybridkv.cache.retention.reuse import PredictedReuse
-from hybridkv.cache.tokens import pack_tokens
+from hybridkv.cache.tokens import PLAIN_KEY, lookup_key, pack_tokens
 from tests.cache.placement_oracle import Sample, _row_maxima, best_places, tokens_saved
 from tests.cache.sim import Sim
 
@@ -36,7 +36,7 @@ def sim(num_slabs: int, *, fill_tokens: int | None = None, policy: str | Evictio
 
 
 def opening_of(prompt: list[int]) -> bytes:
-    return pack_tokens(prompt[:BLOCK_TOKENS])
+    return PLAIN_KEY.root + pack_tokens(prompt[:BLOCK_TOKENS])
 
 
 def checkpoints(cache: Sim) -> list[Checkpoint]:
@@ -147,7 +147,7 @@ def test_a_part_of_the_same_length_at_the_start_of_prompts_is_kept() -> None:
 
 
 def test_partings_of_an_opening_count_when_it_has_had_enough_prompts() -> None:
-    partings = Partings(BLOCK_TOKENS)
+    partings = Partings()
     for number in range(20):
         learn(partings, bytes([number, 1]), Parting(100, 0, 400 + 4 * number))
     assert [place.offset for place in partings.places(b"\x00\x01")] == [100]
@@ -160,7 +160,7 @@ def test_partings_of_an_opening_count_when_it_has_had_enough_prompts() -> None:
 
 
 def test_the_chance_is_the_part_of_the_prompts_that_are_left_there() -> None:
-    partings = Partings(BLOCK_TOKENS)
+    partings = Partings()
     for number in range(32):
         partings.begun(b"one")
         if number % 4 == 0:
@@ -168,7 +168,7 @@ def test_the_chance_is_the_part_of_the_prompts_that_are_left_there() -> None:
     (place,) = partings.places(b"one")
     assert place.offset == 40
     assert place.chance == pytest.approx(8 / 29)  # from the first parting to the last one
-    rare = Partings(BLOCK_TOKENS)
+    rare = Partings()
     for number in range(400):
         rare.begun(b"one")
         if number % 50 == 0:
@@ -177,7 +177,7 @@ def test_the_chance_is_the_part_of_the_prompts_that_are_left_there() -> None:
 
 
 def test_memory_for_partings_is_bounded() -> None:
-    partings, chance = Partings(BLOCK_TOKENS), random.Random(3)
+    partings, chance = Partings(), random.Random(3)
     for number in range(300):
         opening = number.to_bytes(2)
         for _ in range(40 if number % 50 == 0 else 2):
@@ -192,7 +192,7 @@ def test_memory_for_partings_is_bounded() -> None:
 
 
 def test_openings_that_were_used_are_not_forgotten_first() -> None:
-    partings = Partings(BLOCK_TOKENS)
+    partings = Partings()
     for number in range(300):
         partings.begun(b"often")
         partings.begun(number.to_bytes(2))
@@ -243,7 +243,7 @@ def test_prompts_that_end_inside_others_teach_nothing() -> None:
 
 
 def test_places_follow_when_the_habit_changes() -> None:
-    partings, lengths = Partings(BLOCK_TOKENS), itertools.count(200, 4)
+    partings, lengths = Partings(), itertools.count(200, 4)
     for offset in (-8, -20, -48):
         for _ in range(40):
             end = next(lengths)
@@ -638,3 +638,13 @@ def test_evicted_fills_do_not_change_the_price() -> None:
     for number in range(100, 200):
         cache.serve(tokens(5, number))
     assert cache.cache._prefixes.queue._price == pytest.approx(1.0, rel=0.01)
+
+
+def test_an_explanation_tells_only_of_prompts_with_the_same_salt() -> None:
+    cache, document = sim(400), tokens(40, 1000)
+    for number in range(20):
+        cache.serve(document + tokens(13, number))
+    salted = lookup_key("another tenant")
+    for key, is_told in ((PLAIN_KEY, True), (salted, False)):
+        match = cache.cache.match(document + tokens(13, 50), key)
+        assert bool(cache.cache.explain(match).likely) == is_told

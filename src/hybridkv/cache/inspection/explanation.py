@@ -121,13 +121,13 @@ class Explainer:
             tuple(groups),
             self._evicted_between(path, resume.position, resume.matched_tokens, num_tokens),
             found.key.root != PLAIN_KEY.root,
-            self._likely(found.tokens),
+            self._likely(found),
         )
 
-    def _likely(self, tokens: bytes) -> tuple[Place, ...]:
-        if not self._prefixes.needs_checkpoints:
-            return ()
-        return tuple(self._prefixes.history.partings.places(tokens[: self._block_tokens * TOKEN_BYTES]))
+    def _likely(self, found: Found) -> tuple[Place, ...]:
+        """Only what prompts with the same salt have taught: records must not tell of others."""
+        opening = found.key.root + found.tokens[: self._block_tokens * TOKEN_BYTES]
+        return tuple(self._prefixes.history.partings.own_places(opening) or ())
 
     def evicted(self, eviction: Eviction | None) -> Evicted | None:
         """An entry of the eviction log, as part of an explanation."""

@@ -50,7 +50,7 @@ class History:
         self.clock = 0
         """Number of times that a lease was attached to the index."""
         self.log = EvictionLog()
-        self.partings = Partings(block_tokens)
+        self.partings = Partings()
         self._seconds = seconds
         self._times = array("d", [seconds()]) * _NUM_TIMES
         """A ring: the time of each of the last values of `clock`."""

@@ -108,13 +108,12 @@ def _saved(parting: Parting, offset: int) -> int:
 class Partings:
     """Partings of all prompts of one cache."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self) -> None:
         self._all = _Tally()
         self._by_opening: OrderedDict[bytes, _Tally] = OrderedDict()
 
     def begun(self, opening: bytes) -> None:
-        """Count a prompt. `opening`: its first block."""
+        """Count a prompt. `opening`: its root key and its first block."""
         self._all.begun()
         tally = self._by_opening.get(opening)
         if tally is None:
@@ -133,5 +132,10 @@ class Partings:
 
     def places(self, opening: bytes) -> list[Place]:
         """Places at which later prompts will probably part from a prompt, the most valuable first."""
+        own = self.own_places(opening)
+        return self._all.places if own is None else own
+
+    def own_places(self, opening: bytes) -> list[Place] | None:
+        """Places learned from prompts that begin alike, and from no others; None if these are too few."""
         tally = self._by_opening.get(opening)
-        return self._all.places if tally is None or tally.num_prompts < _FEW_PROMPTS else tally.places
+        return None if tally is None or tally.num_prompts < _FEW_PROMPTS else tally.places

@@ -50,7 +50,7 @@ class Placement:
     def learn_parting(self, lease: Lease, parting: Parting | None) -> tuple[int, ...]:
         """Learn where a prompt leaves an earlier one. Returns likely places of its own, the most valuable first:
         positions after its resume position at which later prompts will probably leave it."""
-        partings, opening = self.prefixes.history.partings, bytes(lease.tokens[: self.block_bytes])
+        partings, opening = self.prefixes.history.partings, lease.root_key + lease.tokens[: self.block_bytes]
         partings.begun(opening)
         if parting is not None:
             partings.parted(opening, parting)
