@@ -54,7 +54,7 @@ def test_all_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None
     run(page, examples(page))
     printed = capsys.readouterr().out
     stated = {
-        "docs/concepts.md": [r"{'full': 135, 'state': 25}"],
+        "docs/concepts.md": [r"{'full': 135, 'state': 10}"],
         "docs/quickstart.md": [r"[1-9]\d* of \d+(?= prompt tokens)", r"start 1: [1-9]\d* cached"],
         "docs/python.md": [],
         "docs/stats.md": [r"96 of 200 prompt tokens from the cache"],
