@@ -159,6 +159,7 @@ class Engine(Process):
         engine = {
             "model": str(model),
             "dtype": family.dtype,
+            **({"mamba_ssm_cache_dtype": "bfloat16"} if family.dtype == "bfloat16" else {}),  # float32 on some CPUs
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "max_model_len": 2048,

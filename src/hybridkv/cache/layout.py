@@ -114,9 +114,12 @@ class CacheLayout:
     @property
     def checkpoint_slabs(self) -> float:
         """`checkpoint_bytes` as a number of slabs."""
-        states = sum(group.pages_per_state / group.pages_per_slab for group in self.state_groups)
-        blocks = ((group.sight.checkpoint_blocks(self.block_tokens), group) for group in self.token_groups)
-        return states + sum(count / group.pages_per_slab for count, group in blocks)
+        slabs = 0.0  # `sum` would begin with an integer, which compiled code does not add to
+        for group in self.state_groups:
+            slabs += group.pages_per_state / group.pages_per_slab
+        for group in self.token_groups:
+            slabs += group.sight.checkpoint_blocks(self.block_tokens) / group.pages_per_slab
+        return slabs
 
 
 def _cache_groups(planned: GroupPlan) -> list[CacheGroup]:

@@ -20,8 +20,8 @@ _FEW_PROMPTS = 16
 """If fewer prompts had the same first block, those of all prompts are used."""
 _LEAST_CHANCE = 1 / 32
 """Places at which fewer prompts part are not likely."""
-_LEARN_EVERY = 4
-"""Number of partings after which likely places are computed again."""
+_LEARN_EVERY = 8
+"""Number of partings after which likely places are computed again; the first ones count at once."""
 _REVIEW_EVERY = 64
 """Number of prompts after which they are, too: habits end."""
 

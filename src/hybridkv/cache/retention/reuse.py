@@ -132,12 +132,19 @@ def worth_by_age(reuses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """
     reused = np.array(_CHANCES)[:, None] * (reuses / reuses.sum())  # [chance, age]: probability of reuse at that age
     waiting = 1 - np.cumsum(reused, axis=1) + reused / 2  # fraction not reused yet, on average over that age
-    time_kept = waiting * _AGE_WIDTHS
-    worth: npt.NDArray[np.float64] = np.zeros_like(reused)
-    for age in range(_NUM_AGES):  # keep until the later age with the best ratio
-        ratio = np.cumsum(reused[:, age:], axis=1) / np.cumsum(time_kept[:, age:], axis=1)
-        ratio.max(axis=1, out=worth[:, age])
+    reuses_between, time_between = _sums_between(reused), _sums_between(waiting * _AGE_WIDTHS)
+    ratios = np.divide(reuses_between, time_between, out=np.zeros_like(time_between), where=_IS_LATER)
+    worth: npt.NDArray[np.float64] = ratios.max(axis=2)  # keep until the later age with the best ratio
     return worth
+
+
+_IS_LATER = np.triu(np.ones((_NUM_AGES, _NUM_AGES), dtype=np.bool_))
+
+
+def _sums_between(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """By chance, first age and last age: the sum over these ages, both included."""
+    until = np.cumsum(numbers, axis=1)
+    return until[:, None, :] - (until - numbers)[:, :, None]
 
 
 def _ages_of(cohort: Numbers) -> int:

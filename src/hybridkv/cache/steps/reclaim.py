@@ -61,12 +61,8 @@ class Reclaimer:
     def make_spare_room(self, needs: Needs, most_evictions: int) -> None:
         """Evict only what goes before all others, until `needs` fit or as much as that gives."""
         for _ in range(most_evictions):
-            if self.arena.fits(needs):
+            if self.arena.fits(needs) or not self._evict_spare(needs):
                 return
-            popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
-            if popped is None:
-                return
-            self._evict(*popped, needs)
 
     def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
         """Compact and evict until `needs` fit. Returns None if they fit."""
@@ -85,9 +81,10 @@ class Reclaimer:
                 return self._no_room(pinned.refused)
             num_evicted += 1
         # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts,
-        # and not while there is idle memory.
-        for _ in range(0 if self.prefixes.queue.num_spare else self._num_ahead):
-            if not self.evict_least(needs):
+        # and nothing of value while there is idle memory.
+        evict = self._evict_spare if self.prefixes.queue.num_spare else self.evict_least
+        for _ in range(self._num_ahead):
+            if not evict(needs):
                 break
         return None
 
@@ -123,6 +120,14 @@ class Reclaimer:
         if self.prefixes.index.tapped and self._evict_taps():
             return True
         popped = self.prefixes.queue.pop(self.prefixes.history.clock)
+        if popped is None:
+            return False
+        self._evict(*popped, needs)
+        return True
+
+    def _evict_spare(self, needs: Needs) -> bool:
+        """Evict an item that goes before all others. False if there is none."""
+        popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
         if popped is None:
             return False
         self._evict(*popped, needs)
