@@ -526,8 +526,20 @@ def test_a_used_end_is_counted_once() -> None:
     assert policy.kept[1, Kind.END, 1] == 1
 
 
-def test_an_end_where_a_fill_is_kept_is_an_end() -> None:
+def test_a_copy_of_the_counters_stays_as_it_is() -> None:
     cache, prompt = sim(200, fill_tokens=8), tokens(120, 0)
+    cache.serve(prompt)
+    before = cache.cache.stats.copy()
+    kept_by_kind, misses = dict(before.kept_by_kind), dict(before.misses)
+    assert kept_by_kind
+    cache.serve(prompt + tokens(40, 1))
+    assert (dict(before.kept_by_kind), dict(before.misses), dict(before.hit_by_kind)) == (kept_by_kind, misses, {})
+    assert cache.cache.stats.hit_by_kind.total() == 1
+
+
+def test_an_end_where_a_fill_is_kept_is_an_end() -> None:
+    policy = Recorder()
+    cache, prompt = sim(200, fill_tokens=8, policy=policy), tokens(120, 0)
     long = cache.cache.begin(prompt)
     at = next(p for p, kind in long.wanted.items() if kind is Kind.FILL)
     short = cache.cache.begin(prompt[: at + 2])
@@ -537,6 +549,7 @@ def test_an_end_where_a_fill_is_kept_is_an_end() -> None:
     (there,) = [c for c in checkpoints(cache) if c.position == at]
     assert there.rating is not None
     assert not there.rating.is_spare
+    assert policy.kept[there.rating.cohort] > 0
 
 
 def test_a_leader_keeps_a_checkpoint_for_its_follower() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -45,6 +45,15 @@ class CacheStats:
     pins_expired: int = 0
     pins_broken: int = 0
     """Pins that ended because pages were invalidated."""
+
+    def copy(self) -> CacheStats:
+        """The counters as they are now."""
+        return replace(
+            self,
+            misses=Counter(self.misses),
+            kept_by_kind=Counter(self.kept_by_kind),
+            hit_by_kind=Counter(self.hit_by_kind),
+        )
 
 
 class Event(NamedTuple):

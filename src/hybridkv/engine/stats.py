@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.cache import Cache, CacheStats
@@ -84,7 +83,7 @@ class EngineStats:
             followed=core.scheduler.followed,
             seconds=dict(core.seconds),
             publish_seconds=core.publishing.seconds,
-            cache=replace(counted, misses=Counter(counted.misses)),
+            cache=counted.copy(),
             memory=MemoryUse.of(core.cache, core.runner.memory.plan.arena_bytes),
             stream=core.streaming.streamer.snapshot() if core.streaming is not None else None,
             link=core.linking.link.stats.snapshot() if core.linking is not None else None,

@@ -57,9 +57,11 @@ class PrefixCache:
             self.groups.drop_states(checkpoint.states)
             self.groups.free_tail(checkpoint)
             twin.last_used = self.history.clock
-            if twin.kind is Kind.FILL:
+            if twin.kind is Kind.FILL and checkpoint.kind is not Kind.FILL:
                 twin.kind = checkpoint.kind
-            self.queue.offer(twin)
+                self.history.kept(twin)
+            else:
+                self.queue.offer(twin)
             return
         if twin is not None:
             self.drop_checkpoint(twin)
