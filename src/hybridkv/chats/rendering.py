@@ -96,7 +96,7 @@ def write_chat(
 
 
 def counts_with_ends(num_messages: int) -> list[int]:
-    """Of a chat of that many messages: after how many of them a breakpoint is set. Never after all of them."""
+    """Numbers of messages of a chat after which breakpoints are set. The whole chat has none at its end."""
     return sorted({1, *range(max(1, num_messages - _LAST_ENDS), num_messages)} - {num_messages})
 
 

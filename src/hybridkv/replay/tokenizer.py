@@ -98,9 +98,8 @@ def _from_directory(path: Path) -> Tokenize:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # as above
         raise InputError(f"cannot read tokenizer {path}: {' '.join(str(error).split())}") from None
-    tokenizer.model_max_length = (
-        sys.maxsize
-    )  # longer texts are only warned of, and whether they fit is the cache's to say
+    # Longer texts are only warned of, and whether they fit is the cache's to say.
+    tokenizer.model_max_length = sys.maxsize
     if getattr(tokenizer, "chat_template", None):
         return ChatTokenizer(tokenizer)
     return lambda text: list(tokenizer.encode(check_text(text), add_special_tokens=False))

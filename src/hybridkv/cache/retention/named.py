@@ -39,7 +39,7 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
 
 _FILL_TOKENS = 512
 """The densest grid of checkpoints in idle memory. A checkpoint there costs only time: scans stop to write their states.
-With 512 tokens between them that is less than 3% of a prefill (docs/performance.md)."""
+With 512 tokens between them that is about 1% of a prefill (docs/performance.md)."""
 _WINDOW_FILL_TOKENS = 128
 """The same for layouts without states, whose checkpoints write nothing."""
 
