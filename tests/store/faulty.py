@@ -70,6 +70,10 @@ class FaultyStore(BlobStore):
         self._faulty.offsets[name] = layout(name.group, row_bytes).offsets
         return super().create(name, row_bytes, value=value, position=position)
 
+    def create_spare(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        self._faulty.offsets[name] = layout(name.group, row_bytes).offsets
+        return super().create_spare(name, row_bytes, value=value, position=position)
+
 
 class FaultyBlobs(Blobs):
     def __init__(self, blobs: Blobs, faults: list[Fault]) -> None:
@@ -113,6 +117,14 @@ class FaultyBlobs(Blobs):
     def dropped(self) -> int:  # type: ignore[override]
         return self._blobs.dropped
 
+    @property
+    def spare_bytes(self) -> int:  # type: ignore[override]
+        return self._blobs.spare_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        return self._blobs.idle_bytes
+
     def wrap(self, name: ObjectName, blob: Blob) -> Blob:
         return FaultyBlob(self, name, blob)
 
@@ -137,6 +149,11 @@ class FaultyBlobs(Blobs):
     def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         self.check(Kind.FAIL_CREATE, name.group)
         pending = self._blobs.begin(name, nbytes, value, position)
+        return None if pending is None else FaultyPendingBlob(self, name, pending)
+
+    def begin_spare(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
+        self.check(Kind.FAIL_CREATE, name.group)
+        pending = self._blobs.begin_spare(name, nbytes, value, position)
         return None if pending is None else FaultyPendingBlob(self, name, pending)
 
     def delete(self, names: Sequence[ObjectName]) -> int:

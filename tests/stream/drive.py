@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hybridkv.cache.retention.policy import PromptEndBranchesGrid
 from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.request import Sample
 from hybridkv.engine.results import Result, Update
@@ -50,9 +51,13 @@ class StreamDriver(Driver):
         *,
         identity: str | None = None,
         streamer_options: dict[str, Any] | None = None,
+        fill_tokens: int | None = None,
         **options: Any,
     ) -> None:
+        """`fill_tokens`: checkpoints as far apart in idle memory and in idle room of the store; by default as usual."""
         super().__init__(model, **{"row_layers": 1, "max_num_batched_tokens": 256, **options})
+        if fill_tokens is not None:
+            self.cache._checkpoints = PromptEndBranchesGrid(256, fill_tokens=fill_tokens)
         self.store = store
         given = {"stretch_tokens": STRETCH_TOKENS, "load_timeout_s": 20.0, **(streamer_options or {})}
         catalogue = Catalogue(

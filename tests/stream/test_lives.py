@@ -511,6 +511,7 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int, dec
         memory_bytes=memory_for(model, 3, 120, row_layers=1),
         max_num_batched_tokens=chance.choice([24, 40, 100]),
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
+        fill_tokens=chance.choice([None, 16, 32]),
         decodes=decodes,
         device=DEVICES[-1] if decodes else "cpu",
     )

@@ -123,11 +123,13 @@ class Cache:
         *,
         breakpoints: Sequence[int] = (),
         match: Match | None = None,
+        store_room: int = 0,
     ) -> Lease:
         """Start a request: a lease at the largest position that every group can supply.
 
         Allocates no pages, so it always succeeds. `match`: result of `match` for the same tokens and key. It saves the
-        index lookup if the index has not changed since.
+        index lookup if the index has not changed since. `store_room`: number of checkpoints that would fill idle room
+        of a store, which gets those that the request computes.
         """
         packed = pack_tokens(tokens)
         if not packed:
@@ -139,7 +141,7 @@ class Cache:
         parting = found.parting(self.block_tokens)
         self._placement.attach(lease, found.path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
-        self._plan_checkpoints(lease, resume, parting, breakpoints)
+        self._plan_checkpoints(lease, resume, parting, breakpoints, store_room)
         self._count_request(lease, resume)
         return lease
 
@@ -445,14 +447,14 @@ class Cache:
             lease.pages.local_first.append(0)
 
     def _plan_checkpoints(
-        self, lease: Lease, resume: Resume, parting: Parting | None, breakpoints: Sequence[int]
+        self, lease: Lease, resume: Resume, parting: Parting | None, breakpoints: Sequence[int], store_room: int
     ) -> None:
         if not self._prefixes.needs_checkpoints:
             return
-        likely = self._placement.learn_parting(lease, parting)
-        num_spare = self._reclaimer.num_spare_checkpoints()
-        if likely and not num_spare and not self._is_worth_keeping(lease, likely[0]):
-            likely = ()
+        places = self._placement.learn_parting(lease, parting)
+        num_spare, num_likely = self._reclaimer.num_spare_checkpoints(), 1
+        if places and not num_spare and not self._is_worth_keeping(lease, places[0]):
+            num_likely = 0
             self.stats.places_declined += 1
         facts = PromptFacts(
             lease.prompt_tokens,
@@ -460,8 +462,9 @@ class Cache:
             resume.matched_tokens,
             tuple(breakpoints),
             self.block_tokens,
-            likely,
-            num_spare,
+            places[:num_likely],
+            max(num_spare, store_room),
+            places[num_likely:],
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens

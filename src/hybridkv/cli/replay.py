@@ -92,6 +92,13 @@ def replay_command(
     tier_loads: Annotated[
         str, typer.Option(help="What is loaded from tiers: all, as engines do; or faster: what is slower to compute.")
     ] = "all",
+    tier_fill: Annotated[
+        bool,
+        typer.Option(
+            "--tier-fill",
+            help="The first tier is memory of the host: its idle room is filled with checkpoints, as engines do.",
+        ),
+    ] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,6 +157,7 @@ def replay_command(
             accelerator=None if serial or (prefill_rate and decode_rate) else accelerator,
             tiers=run_tiers,
             tier_loads=tier_loads,
+            tier_fill=tier_fill,
             breakpoints=run.breakpoints,
         )
         for run, run_tiers in zip(runs, tiers, strict=True)

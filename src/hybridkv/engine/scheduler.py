@@ -170,7 +170,10 @@ class Scheduler:
         match, sample.match = sample.match, None
         if match is not None:
             request.log.looks_up(self.cache, match)
-        sample.lease = self.cache.begin(sample.tokens, sample.key, breakpoints=request.breakpoints, match=match)
+        store_room = 0 if self.streaming is None else self.streaming.streamer.num_idle_checkpoints
+        sample.lease = self.cache.begin(
+            sample.tokens, sample.key, breakpoints=request.breakpoints, match=match, store_room=store_room
+        )
         sample.started()
         if self.streaming is not None:
             self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))

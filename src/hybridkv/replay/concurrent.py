@@ -110,7 +110,8 @@ class Concurrent:
             return True
         known_reply = max(0, job.computed - request.prompt_tokens) * TOKEN_BYTES
         supply, seen = self._meter.supply_misses(), self._meter.seen.length(request)
-        lease = self._cache.begin(request.prompt + reply[:known_reply], breakpoints=request.all_breakpoints)
+        prompt, store_room = request.prompt + reply[:known_reply], self._loads.num_idle_checkpoints
+        lease = self._cache.begin(prompt, breakpoints=request.all_breakpoints, store_room=store_room)
         self._waiting.look_for_leaders(job)
         stored = self._loads.tiered(request, reply)
         running = Running(job, request, reply, lease, max(seen, job.computed), stored)

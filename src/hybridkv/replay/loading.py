@@ -25,6 +25,11 @@ class Loading:
         """Requests that hold pages because of a load."""
         return len(self._loading) + len(self._loaded)
 
+    @property
+    def num_idle_checkpoints(self) -> int:
+        """Number of checkpoints that would fill idle room of the tiers."""
+        return 0 if self._tiers is None else self._tiers.num_idle_checkpoints
+
     def tiered(self, request: TraceRequest, reply: bytes) -> TieredRequest | None:
         """The request's way to the tiers, if there are any."""
         if self._tiers is None:

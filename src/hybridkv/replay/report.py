@@ -36,6 +36,8 @@ class Setting:
     """Stores below the memory, the fastest first; of all ranks together."""
     tier_loads: str = "all"
     """Which loads are begun: all, as engines do, or only those that are faster than computing."""
+    tier_fill: bool = False
+    """The first tier is host memory: its idle room is filled with checkpoints, as engines do."""
     breakpoints: bool = True
     """Ask for checkpoints where the trace names breakpoints: at the ends of messages."""
 

@@ -80,7 +80,8 @@ class Serving:
             meter.never_started(request)
             return
         supply, seen = meter.supply_misses(), meter.seen.length(request)
-        lease = cache.begin(request.prompt, breakpoints=request.all_breakpoints)
+        store_room = 0 if self._tiers is None else self._tiers.num_idle_checkpoints
+        lease = cache.begin(request.prompt, breakpoints=request.all_breakpoints, store_room=store_room)
         load = self._load(lease)
         meter.started(request, lease, supply, seen, load)
         if lease.in_flight:

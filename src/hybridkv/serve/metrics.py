@@ -289,6 +289,7 @@ def _link_metrics(stats: LinkStats) -> Iterator[Metric]:
 def _store_metrics(stats: StoreStats) -> Iterator[Metric]:
     yield _gauge("store_objects", "In the store", stats.objects)
     yield _gauge("store_bytes", "Of objects in the store", stats.nbytes)
+    yield _gauge("store_spare_bytes", "Of objects that only fill idle room", stats.spare_bytes)
     for name, text in _STORE_COUNTERS.items():
         yield _count(f"store_{name}", text, getattr(stats, name))
 

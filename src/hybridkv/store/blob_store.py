@@ -96,9 +96,7 @@ class BlobStore(Store):
         return BlobReader(self, header, blob)
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
-        if not isfinite(value) or value < 0 or not 0 <= position < 2**64:
-            raise StoreInputError(f"value {value}, position {position}: both are numbers from 0 up")
-        where = layout(name.group, row_bytes)
+        where = _layout(name, row_bytes, value, position)
         with self.counters.faults():
             pending = self.blobs.begin(name, where.nbytes, value, position)
         if pending is None and where.nbytes > self.blobs.size and not self._is_too_small:
@@ -106,6 +104,16 @@ class BlobStore(Store):
             sizes = f"{format_bytes(self.blobs.size)} is too small for an object of {format_bytes(where.nbytes)}"
             logger.warning("%s: a store of %s, which is not kept; give it a larger size", name, sizes)
         return None if pending is None else BlobWriter(self, name, value, position, list(row_bytes), where, pending)
+
+    def create_spare(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        where = _layout(name, row_bytes, value, position)
+        with self.counters.faults():
+            pending = self.blobs.begin_spare(name, where.nbytes, value, position)
+        return None if pending is None else BlobWriter(self, name, value, position, list(row_bytes), where, pending)
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.blobs.idle_bytes
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         with self.counters.faults():
@@ -144,6 +152,7 @@ class BlobStore(Store):
             self.counters.copy(),
             objects=usage.objects,
             nbytes=usage.nbytes,
+            spare_bytes=blobs.spare_bytes,
             evicted=blobs.evicted,
             dropped=blobs.dropped,
             round_trips=blobs.round_trips,
@@ -322,6 +331,13 @@ class BlobWriter(Writer):
     def _end(self) -> None:
         if not self._committed:
             self._pending_blob.discard()
+
+
+def _layout(name: ObjectName, row_bytes: Sequence[int], value: float, position: int) -> Layout:
+    """The layout of a new object. Raises StoreInputError for arguments that no object may have."""
+    if not isfinite(value) or value < 0 or not 0 <= position < 2**64:
+        raise StoreInputError(f"value {value}, position {position}: both are numbers from 0 up")
+    return layout(name.group, row_bytes)
 
 
 def _with_header(stored: Stored, found: Blob | StoreError) -> Stored | StoreFault:

@@ -66,6 +66,8 @@ class Blobs(ABC):
     """Number of blobs that `open_all` opens at less cost than `open` one by one."""
     round_trips: int = 0
     """Times that a thread waited for a server. Requests that travel together, to one host or several, count once."""
+    spare_bytes: int = 0
+    """Bytes of blobs that only fill idle room."""
     on_evict: Callable[[ObjectName, Blob], None] | None = None
     """Called with each evicted blob, opened for reading. It must close the blob."""
 
@@ -89,6 +91,15 @@ class Blobs(ABC):
     @abstractmethod
     def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
         """Begin to write a blob. None: it exists already, or there is no room even after eviction."""
+
+    def begin_spare(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
+        """Begin to write a blob that only fills idle room. None: it exists already, or no room is idle."""
+        return None
+
+    @property
+    def idle_bytes(self) -> int:
+        """Room for spare blobs: free, or taken by other spare ones."""
+        return 0
 
     @abstractmethod
     def delete(self, names: Sequence[ObjectName]) -> int: ...

@@ -3,7 +3,8 @@
 An object's benefit is the compute it saves per byte times its probability of reuse, which is roughly inversely
 proportional to its age. So objects are ranked by age divided by value, in buckets of powers of two; the largest is
 evicted first. The value is the mean of the object's group. Within a bucket the deepest objects (largest `position`) are
-evicted first: later objects of a prefix are useless without the earlier ones.
+evicted first: later objects of a prefix are useless without the earlier ones. Spare objects, which only fill idle room,
+are evicted before all others.
 
 The value of an object of an unknown format is unknown: only its age counts.
 """
@@ -35,17 +36,18 @@ class Evictable(NamedTuple):
     value: float | None
     """None: not known. The object counts as a mean one of its group; if all of its group are unknown, of all groups."""
     position: int
+    is_spare: bool = False
 
 
 def ranked(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
     """Sort candidates in eviction order, first to evict first."""
     means, overall = _mean_values(candidates)
 
-    def key(one: Evictable) -> tuple[int, int, float, float]:
+    def key(one: Evictable) -> tuple[bool, int, int, float, float]:
         mean = means.get((one.name.namespace, one.name.group), overall)
         age = max(now - one.used_at, _YOUNGEST_S)
         bucket = math.floor(math.log2(age) - math.log2(max(mean, 1e-300)))
-        return -bucket, -one.position, mean if one.value is None else one.value, one.used_at
+        return not one.is_spare, -bucket, -one.position, mean if one.value is None else one.value, one.used_at
 
     return sorted(candidates, key=key)
 

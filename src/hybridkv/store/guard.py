@@ -79,15 +79,25 @@ class Guarded(Store):
             return error
 
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        return self._created(lambda: self.store.create(name, row_bytes, value=value, position=position))
+
+    def create_spare(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        return self._created(lambda: self.store.create_spare(name, row_bytes, value=value, position=position))
+
+    def _created(self, create: Callable[[], Writer | None]) -> Writer | None:
         if not self._writing.admit():
             self._skip(1)
             return None
         try:
             with self._watched(self._writing, _BEGUN):
-                writer = self.store.create(name, row_bytes, value=value, position=position)
+                writer = create()
         except StoreFault:
             return None
         return None if writer is None else _GuardedWriter(self, writer)
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.store.idle_bytes
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         deleted: list[int] = []

@@ -21,15 +21,20 @@ from hybridkv.store.store import Leftovers, Stored
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     data: Bytes
     value: float
     position: int
     used_at: float
+    is_spare: bool
+    is_cancelled: bool = False
+    """It was spare and being written when another object needed its room."""
 
 
 class MemoryBlobs(Blobs):
+    """Objects of one process. Idle room may be filled with spare ones: a write costs no more than a copy."""
+
     def __init__(self, size: int, clock: Callable[[], float] = time.time) -> None:
         if size < 1:
             raise StoreInputError(f"a memory store of {size} bytes: give it a size such as 4GiB")
@@ -40,6 +45,8 @@ class MemoryBlobs(Blobs):
         self._descriptions: dict[str, dict[str, str]] = {}
         self._used = 0
         """Bytes of entries, including those that are being written."""
+        self._spare_pending: set[_Entry] = set()
+        """Spare entries that are being written."""
 
     def lookup(self, names: Sequence[ObjectName]) -> list[bool]:
         return [name in self._entries for name in names]
@@ -51,15 +58,24 @@ class MemoryBlobs(Blobs):
         return MemoryBlob(entry.data)
 
     def begin(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
+        return self._begin(name, nbytes, value, position, is_spare=False)
+
+    def begin_spare(self, name: ObjectName, nbytes: int, value: float, position: int) -> PendingBlob | None:
+        return self._begin(name, nbytes, value, position, is_spare=True)
+
+    def _begin(
+        self, name: ObjectName, nbytes: int, value: float, position: int, *, is_spare: bool
+    ) -> PendingBlob | None:
         with self._lock:
             if name in self._entries:
+                if not is_spare:
+                    self._firm(self._entries[name])
                 return None
-            excess = self._used + nbytes - self.size if nbytes <= self.size else 0
-            gone = self._evict(with_slack(excess, self.size, is_told=self.on_evict is not None))
+            gone = self._make_room(nbytes, is_spare)
             fits = self._used + nbytes <= self.size
             if fits:
                 self._used += nbytes
-            else:
+            elif not is_spare:
                 self.dropped += 1
         self._tell(gone)
         if not fits:
@@ -67,22 +83,39 @@ class MemoryBlobs(Blobs):
         try:
             data = np.empty(nbytes, np.uint8)
         except MemoryError:
-            self.give_back(nbytes)
+            with self._lock:
+                self._used -= nbytes
             raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
-        return PendingMemoryBlob(self, name, _Entry(data, value, position, self._clock()))
+        entry = _Entry(data, value, position, self._clock(), is_spare)
+        if is_spare:
+            with self._lock:
+                self._spare_pending.add(entry)
+        return PendingMemoryBlob(self, name, entry)
 
     def add(self, name: ObjectName, entry: _Entry) -> bool:
+        """Publish an entry that is written. False: it was cancelled, or the name exists by now."""
         with self._lock:
             if name in self._entries:
-                self._used -= len(entry.data)
+                self._give_back(entry)
+                if not entry.is_spare:
+                    self._firm(self._entries[name])
                 return False
+            if entry.is_cancelled:
+                return False
+            self._spare_pending.discard(entry)
             entry.used_at = self._clock()
             self._entries[name] = entry
+            self.spare_bytes += len(entry.data) if entry.is_spare else 0
             return True
 
-    def give_back(self, nbytes: int) -> None:
+    def discard(self, entry: _Entry) -> None:
+        """Forget an entry that was being written."""
         with self._lock:
-            self._used -= nbytes
+            self._give_back(entry)
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.size - self._used + self.spare_bytes
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         with self._lock:
@@ -93,7 +126,7 @@ class MemoryBlobs(Blobs):
             found = list(self._entries.items())
         for name, entry in found:
             if namespace in (None, name.namespace) and group in (None, name.group):
-                yield Stored(name, len(entry.data), entry.used_at, entry.value, entry.position)
+                yield Stored(name, len(entry.data), entry.used_at, entry.value, entry.position, entry.is_spare)
 
     def touch(self, names: Sequence[ObjectName]) -> None:
         with self._lock:
@@ -101,6 +134,7 @@ class MemoryBlobs(Blobs):
             for name in names:
                 if name in self._entries:
                     self._entries[name].used_at = now
+                    self._firm(self._entries[name])
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
         with self._lock:
@@ -128,33 +162,61 @@ class MemoryBlobs(Blobs):
             for name in list(self._entries):
                 self._remove(name)
 
+    def _make_room(self, nbytes: int, is_spare: bool) -> list[tuple[ObjectName, _Entry]]:
+        """Evict as far as an object of `nbytes` may ask for it. Returns the evicted objects."""
+        excess = self._used + nbytes - self.size
+        if nbytes > self.size or (is_spare and excess > self.spare_bytes):
+            return []
+        if excess > self.spare_bytes:
+            for entry in list(self._spare_pending):
+                self._give_back(entry)
+                entry.is_cancelled = True
+            excess = self._used + nbytes - self.size
+        slack = with_slack(excess, self.size, is_told=self.on_evict is not None)
+        return self._evict(min(slack, self.spare_bytes) if is_spare else slack)
+
+    def _give_back(self, entry: _Entry) -> None:
+        """Free the room of an entry that is being written, unless that was done when it was cancelled."""
+        if not entry.is_cancelled:
+            self._spare_pending.discard(entry)
+            self._used -= len(entry.data)
+
+    def _firm(self, entry: _Entry) -> None:
+        """Turn a spare entry into a normal one."""
+        if entry.is_spare:
+            entry.is_spare = False
+            self.spare_bytes -= len(entry.data)
+
     def _evict(self, nbytes: int) -> list[tuple[ObjectName, _Entry]]:
         """Evict objects until `nbytes` are freed or none is left. Returns the evicted objects."""
         if nbytes <= 0:
             return []
         candidates = [
-            Evictable(name, len(entry.data), entry.used_at, entry.value, entry.position)
+            Evictable(name, len(entry.data), entry.used_at, entry.value, entry.position, entry.is_spare)
             for name, entry in self._entries.items()
+            if entry.is_spare or nbytes > self.spare_bytes
         ]
         gone = []
         for one in chosen(ranked(candidates, self._clock()), nbytes):
             entry = self._remove(one.name)
             if entry is not None:
                 gone.append((one.name, entry))
-        self.evicted += len(gone)
+        self.evicted += sum(not entry.is_spare for _, entry in gone)
         return gone
 
     def _tell(self, gone: list[tuple[ObjectName, _Entry]]) -> None:
-        """Pass evicted objects to `on_evict`. Call without the lock: the hook may be slow."""
+        """Pass evicted objects that are not spare to `on_evict`. Call without the lock: the hook may be slow."""
         hook = self.on_evict
         if hook is not None:
             for name, entry in gone:
-                hook(name, MemoryBlob(entry.data))
+                if not entry.is_spare:
+                    hook(name, MemoryBlob(entry.data))
 
     def _remove(self, name: ObjectName) -> _Entry | None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._used -= len(entry.data)
+            self.spare_bytes -= len(entry.data) if entry.is_spare else 0
         return entry
 
 
@@ -185,7 +247,7 @@ class PendingMemoryBlob(PendingBlob):
         return self._blobs.add(self._name, self._entry)
 
     def discard(self) -> None:
-        self._blobs.give_back(len(self._entry.data))
+        self._blobs.discard(self._entry)
 
 
 class MemoryStore(BlobStore):

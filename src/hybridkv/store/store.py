@@ -27,6 +27,8 @@ class Stored(NamedTuple):
     value: float | None
     position: int | None
     """`value` and `position` are None if they are only in the object's header, and the header was not read."""
+    is_spare: bool = False
+    """It only fills idle room."""
 
 
 class Leftovers(NamedTuple):
@@ -43,6 +45,8 @@ class StoreStats:
     objects: int = 0
     nbytes: int = 0
     """Bytes of objects, including those being written."""
+    spare_bytes: int = 0
+    """Bytes of objects that only fill idle room."""
     hits: int = 0
     """Names looked up and found."""
     misses: int = 0
@@ -52,6 +56,7 @@ class StoreStats:
     """Objects committed."""
     saved_bytes: int = 0
     evicted: int = 0
+    """Objects evicted, but for those that only filled idle room."""
     dropped: int = 0
     """Objects that were not kept: no room in the store or in the copy queue, or a copy between tiers failed."""
     promoted: int = 0
@@ -166,6 +171,19 @@ class Store(ABC):
     @abstractmethod
     def create(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
         """Begin to write an object. None: it exists already, or the store has no room for it."""
+
+    def create_spare(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        """Begin to write an object that only fills idle room. None: it exists already, or no room is idle.
+
+        It is evicted before all others, and copied to no other store. It becomes a normal object when it is touched, or
+        created as one.
+        """
+        return None
+
+    @property
+    def idle_bytes(self) -> int:
+        """Room for spare objects: free, or taken by other spare ones. 0 for stores that should not be filled."""
+        return 0
 
     @abstractmethod
     def delete(self, names: Sequence[ObjectName]) -> int:

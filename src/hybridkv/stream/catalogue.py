@@ -79,6 +79,11 @@ class Catalogue:
     def groups(self) -> list[StoredGroup]:
         return [*self.token_groups, *self.state_groups]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of this rank's states at one position."""
+        return sum(group.nbytes(1) for group in self.state_groups)
+
     def place(self, placed: Callable[[StoredGroup], StoredGroup]) -> None:
         """Replace the groups' chunks by those of other memory than the plan's. What is stored stays the same."""
         self.token_groups = [placed(group) for group in self.token_groups]

@@ -32,13 +32,24 @@ class Outgoing:
     """One object that is being written: its rows, then the decision to publish it, one action after the other."""
 
     def __init__(
-        self, name: ObjectName, group: StoredGroup, spans: Sequence[Span], *, position: int, num_tokens: int
+        self,
+        name: ObjectName,
+        group: StoredGroup,
+        spans: Sequence[Span],
+        *,
+        position: int,
+        num_tokens: int,
+        is_spare: bool = False,
     ) -> None:
-        """`spans`: the pages of each chunk. `num_tokens`: tokens that need not be computed if the object is loaded."""
+        """`spans`: the pages of each chunk. `num_tokens`: tokens that need not be computed if the object is loaded.
+
+        `is_spare`: it only fills idle room of the store.
+        """
         self.name = name
         self.group = group
         self.spans = spans
         self.position = position
+        self.is_spare = is_spare
         self.row_bytes = group.row_bytes(spans[0].num_tokens)
         self.num_bytes = sum(self.row_bytes)
         self.value = num_tokens / (self.num_bytes * group.share.total)
@@ -82,12 +93,16 @@ class Dumper:
         self._workers = Workers(_THREADS, "hybridkv-dump")
 
     def begin(self, outgoing: Outgoing) -> bool:
-        """False: the object is being written already, or too many bytes wait to be written."""
+        """False: the object is being written already, or too many bytes wait to be written.
+
+        Spare objects leave half of the room for others.
+        """
         with self._changed:
             if outgoing.name in self._writing:
                 return False
-            if self._stats.dump_bytes_waiting + outgoing.num_bytes > self._max_waiting_bytes:
-                self._stats.dumps_dropped += 1
+            most = self._max_waiting_bytes // 2 if outgoing.is_spare else self._max_waiting_bytes
+            if self._stats.dump_bytes_waiting + outgoing.num_bytes > most:
+                self._stats.dumps_dropped += not outgoing.is_spare
                 return False
             self._writing[outgoing.name] = outgoing
             self._stats.dump_bytes_waiting += outgoing.num_bytes
@@ -144,7 +159,8 @@ class Dumper:
             copy.wait()
             if not outgoing.is_begun:
                 outgoing.is_begun = True
-                outgoing.writer = self._store.create(
+                create = self._store.create_spare if outgoing.is_spare else self._store.create
+                outgoing.writer = create(
                     outgoing.name, outgoing.row_bytes, value=outgoing.value, position=outgoing.position
                 )
             if outgoing.writer is not None:

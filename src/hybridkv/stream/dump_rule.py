@@ -15,6 +15,8 @@ class DumpPoint(NamedTuple):
     end: int
     resumes: bool
     """Requests may resume here, so states are stored too. False: only a full stretch of blocks ends here."""
+    is_spare: bool = False
+    """What is stored only to resume here fills idle room of the store."""
 
 
 class DumpRule:
@@ -29,23 +31,27 @@ class DumpRule:
         if progress.start // catalogue.block_tokens == progress.end // catalogue.block_tokens:
             return []  # no block ends here
         points = self._resume_points(progress)
-        ends = set(points)
+        spare = self._spare_points(progress) - points
+        ends = points | spare
         if catalogue.token_groups or progress.has_taps:
             ends.update(catalogue.stretch_ends(progress.start, progress.end))
-        return [DumpPoint(end, end in points) for end in sorted(ends)]
+        return [DumpPoint(end, end in points or end in spare, end in spare) for end in sorted(ends)]
 
     def of_reply(self, num_tokens: int) -> list[DumpPoint]:
         """The end of a complete reply, to the token: the next turn resumes there."""
         return [DumpPoint(num_tokens, True)] if num_tokens >= self._catalogue.block_tokens else []
 
     def _resume_points(self, progress: Progress) -> set[int]:
-        """Positions where requests may resume: ends of prompts, breakpoints, branches, grid checkpoints.
-
-        Grid checkpoints are stored only at multiples of `grid_tokens`, those that fill idle memory not at all.
-        """
-        size, grid = self._catalogue.block_tokens, self._catalogue.grid_tokens
+        """Positions where requests may resume: the prompt's end, breakpoints, and all checkpoints but spare ones."""
+        size = self._catalogue.block_tokens
         points = {(progress.prompt_tokens - 1) // size * size}
         points |= {point // size * size for point in progress.breakpoints}
-        wanted = {p: kind for p, kind in progress.checkpoints.items() if kind is not Kind.FILL}
-        points |= {p for p, kind in wanted.items() if kind is not Kind.GRID or p % grid == 0}
+        points |= {point for point, kind in progress.checkpoints.items() if kind is not Kind.FILL}
+        return {point for point in points if progress.start < point <= progress.end}
+
+    def _spare_points(self, progress: Progress) -> set[int]:
+        """Checkpoints that fill idle memory. Models without states need none: their stretches suffice."""
+        if not self._catalogue.state_groups:
+            return set()
+        points = {point for point, kind in progress.checkpoints.items() if kind is Kind.FILL}
         return {point for point in points if progress.start < point <= progress.end}

@@ -124,8 +124,10 @@ class Mover:
             }
             states = {group: _state_spans(group, request, point.end) for group in self.catalogue.state_groups}
             resumes = point.resumes and None not in (*tokens.values(), *states.values())
+            if point.is_spare and self._store.idle_bytes < self.catalogue.state_bytes:
+                resumes = False
             if resumes or self.catalogue.ends_stretch(point.end):
-                found += self._begin({**tokens, **states} if resumes else tokens, point.end, keys[point.end])
+                found += self._begin({**tokens, **states} if resumes else tokens, point, keys[point.end])
         return found
 
     def dump_now(self, request: PageRequest, points: Iterable[DumpPoint], keys: Mapping[int, bytes]) -> None:
@@ -150,14 +152,15 @@ class Mover:
             return None
         return [Span(one, num_tokens, self.catalogue.block_tokens) for one in pages]
 
-    def _begin(self, spans: Mapping[StoredGroup, list[Span] | None], end: int, key: bytes) -> list[Outgoing]:
+    def _begin(self, spans: Mapping[StoredGroup, list[Span] | None], point: DumpPoint, key: bytes) -> list[Outgoing]:
         """Objects of those groups that have all pages, and whose run of slices this rank writes."""
-        begun = []
+        begun, end = [], point.end
         for group, found in spans.items():
             if found and group.is_writer:
                 saved = self.catalogue.grid_tokens if group.is_state else found[0].num_tokens
+                is_spare = point.is_spare and (group.is_state or not self.catalogue.ends_stretch(end))
                 name = self.catalogue.name(group, key)
-                begun.append(Outgoing(name, group, found, position=end, num_tokens=saved))
+                begun.append(Outgoing(name, group, found, position=end, num_tokens=saved, is_spare=is_spare))
         return [outgoing for outgoing in begun if self._dumper.begin(outgoing)]
 
     def drain(self) -> None:

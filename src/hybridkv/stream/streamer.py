@@ -71,6 +71,12 @@ class Streamer:
         if load.failure is None:
             self.finder.touch(load.names)
 
+    @property
+    def num_idle_checkpoints(self) -> int:
+        """Number of checkpoints that would fill idle room of the store."""
+        nbytes = self.catalogue.state_bytes
+        return self.store.idle_bytes // nbytes if nbytes else 0
+
     def snapshot(self) -> StreamStats:
         """A copy of the current counters."""
         stats = self.stats

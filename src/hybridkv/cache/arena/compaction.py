@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hybridkv.cache.arena.group_pages import GroupPages
-from hybridkv.cache.arena.pages import Pages, make_pages
+from hybridkv.cache.arena.pages import Pages, as_numbers, make_pages
 from hybridkv.cache.arena.pools import Slab
 from hybridkv.cache.index.tree import Node, State
 from hybridkv.cache.stats import CacheStats
 from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.running import Pinned, Running
+
+_MANY_PAGES = 32
+"""Up to this many pages a Python loop is faster than numpy."""
 
 
 class Compactor:
@@ -38,7 +43,7 @@ class Compactor:
         targets = {pool.slab_of(page) for page in moved.values()}
         for node in slab.holders:
             assert isinstance(node, Node)
-            _relocate(node.pages, tokens, moved)
+            _relocate(node.pages, tokens, slab, moved)
             for checkpoint in node.checkpoints:
                 if checkpoint.tail_pages:
                     checkpoint.tail_pages = [
@@ -48,17 +53,25 @@ class Compactor:
         for lease in self.running.leases.values():
             pages = lease.pages
             if slab in pages.slabs or any(slab in node.slabs for node in lease.leaf.path()):
-                _relocate(pages.tables, tokens, moved)
+                _relocate(pages.tables, tokens, slab, moved)
                 _relocate_states(pages.states, states, moved)
                 pages.copied = [(group, moved.get(p, p) if group in tokens else p) for group, p in pages.copied]
                 pages.slabs |= targets
 
 
-def _relocate(tables: Sequence[Pages | None], groups: Sequence[int], moved: dict[int, int]) -> None:
+def _relocate(tables: Sequence[Pages | None], groups: Sequence[int], slab: Slab, moved: dict[int, int]) -> None:
     for group in groups:
         pages = tables[group]
-        if pages is not None:
+        if pages is None:
+            continue
+        if len(pages) <= _MANY_PAGES:
             pages[:] = make_pages(moved.get(page, page) for page in pages)
+            continue
+        size, numbers = slab.pool.pages_per_slab, as_numbers(pages)
+        first = slab.index * size
+        places = np.flatnonzero((numbers >= first) & (numbers < first + size))
+        for place in places.tolist():
+            pages[place] = moved.get(pages[place], pages[place])
 
 
 def _relocate_states(states: Sequence[State | None], groups: Sequence[int], moved: dict[int, int]) -> None:

@@ -45,7 +45,10 @@ class PromptFacts(NamedTuple):
     likely: tuple[int, ...] = ()
     """Positions at which later prompts will probably part from this one."""
     num_spare: int = 0
-    """Number of checkpoints for which there is idle memory: free, or taken by checkpoints that go first."""
+    """Number of checkpoints for which there is idle memory, here or in a store: free, or taken by those that go first.
+    """
+    less_likely: tuple[int, ...] = ()
+    """More such positions, which are worth a checkpoint only in idle memory."""
 
 
 class CheckpointPolicy(Protocol):
@@ -176,14 +179,14 @@ class PromptEndBranchesGrid:
             yield facts.matched_tokens, Kind.BRANCH
         for position in facts.breakpoints:
             yield position, Kind.BREAKPOINT
-        for position in facts.likely[:1]:
+        for position in facts.likely:
             if not any(0 <= position - named <= self.near_tokens for named in facts.breakpoints):
                 yield position, Kind.PARTING
         fill, grid = self._fill_spacing(facts, end), self.grid_tokens
         if grid:
             yield from _grid(facts.cached_tokens, end, -(-grid // fill) * fill if fill else grid, Kind.GRID)
         if fill:
-            for position in facts.likely[1:]:
+            for position in facts.less_likely:
                 yield position, Kind.FILL
             yield from _grid(facts.cached_tokens, end - fill // 2, fill, Kind.FILL)
 

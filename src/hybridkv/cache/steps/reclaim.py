@@ -61,11 +61,11 @@ class Reclaimer:
     def make_spare_room(self, needs: Needs, most_evictions: int) -> None:
         """Evict only what goes before all others, until `needs` fit or as much as that gives."""
         for _ in range(most_evictions):
-            if self.arena.fits(needs) or not self._evict_spare(needs):
+            if self.arena.fits(needs) or not self._evict_spare(needs, 1):
                 return
 
     def make_room(self, needs: Needs, most_evictions: int | None = None) -> NoRoom | None:
-        """Compact and evict until `needs` fit. Returns None if they fit."""
+        """Evict what goes before all others, compact and evict the rest until `needs` fit. Returns None if they fit."""
         if self.arena.fits(needs):
             return None
         if not self.arena.could_ever_fit(needs):  # evict nothing for what can never fit
@@ -75,17 +75,18 @@ class Reclaimer:
             return self._no_room(set())
         pinned, num_evicted = Pinned(self.running), 0
         while not self.arena.fits(needs):
-            if self.compactor.compact(needs, pinned):
+            # What goes before all others frees little, and costs no copies: evict several before the next look.
+            if self._evict_spare(needs, max(1, self._num_ahead)) or self.compactor.compact(needs, pinned):
                 continue
             if num_evicted == most_evictions or not self.evict_least(needs):
                 return self._no_room(pinned.refused)
             num_evicted += 1
         # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts,
         # and nothing of value while there is idle memory.
-        evict = self._evict_spare if self.prefixes.queue.num_spare else self.evict_least
-        for _ in range(self._num_ahead):
-            if not evict(needs):
-                break
+        if not self._evict_spare(needs, self._num_ahead):
+            for _ in range(self._num_ahead):
+                if not self.evict_least(needs):
+                    break
         return None
 
     def _is_in_vain(self, needs: Needs) -> bool:
@@ -125,13 +126,14 @@ class Reclaimer:
         self._evict(*popped, needs)
         return True
 
-    def _evict_spare(self, needs: Needs) -> bool:
-        """Evict an item that goes before all others. False if there is none."""
-        popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
-        if popped is None:
-            return False
-        self._evict(*popped, needs)
-        return True
+    def _evict_spare(self, needs: Needs, most: int) -> bool:
+        """Evict up to `most` items that go before all others. False if there is none."""
+        for number in range(most):
+            popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
+            if popped is None:
+                return number > 0
+            self._evict(*popped, needs)
+        return most > 0
 
     def _evict(self, item: Item, rating: Rating | None, needs: Needs) -> None:
         self.prefixes.history.evicted(item, rating)

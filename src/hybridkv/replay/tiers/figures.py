@@ -18,6 +18,8 @@ class TierReport:
     read_bytes: int
     written_bytes: int
     peak_bytes: int
+    spare_bytes: int
+    """Bytes at the end that only fill idle room."""
     evicted: int
     """Objects."""
     dropped: int

@@ -42,6 +42,11 @@ class Objects:
             tokens / (group.nbytes(1) * group.share.total) for tokens, group in zip(saved, self.groups, strict=True)
         ]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all ranks' states at one position."""
+        return sum(self.stored_bytes(number, 1) for number, group in enumerate(self.groups) if group.is_state)
+
     def stored_bytes(self, group: int, end: int) -> int:
         """Bytes of all slices of the object that ends at `end`."""
         return self._bytes(group, end) * self.groups[group].share.total

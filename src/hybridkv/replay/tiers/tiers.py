@@ -1,8 +1,9 @@
 """The tiers of a replay: what requests load from them and leave in them, as an engine with a tiered store would.
 
 Where objects end is decided by the engine's own rule (`stream.DumpRule`). New objects are written to all tiers, reads
-come from the first tier that has an object, and an object that was read is written to the tiers above. Objects are
-visible when the step that computed them is committed; writes take no time.
+come from the first tier that has an object, and an object that was read is written to the tiers above. Checkpoints that
+fill idle room go to the first tier alone, if it is host memory. Objects are visible when the step that computed them is
+committed; writes take no time.
 
     all       everything that is found is loaded, as engines do
     faster    only what is loaded sooner than it would be computed
@@ -70,6 +71,8 @@ class Tiers:
         self._layout = layout
         self._objects = Objects(catalogue, setting.tp)
         self._shelves = [Shelf(spec.size_bytes, self._objects.values) for spec in self.specs]
+        self._filled = self._shelves[0] if setting.tier_fill else None
+        """The tier whose idle room is filled."""
         self._index = Index(self._objects, self._shelves)
         self._dump_rule = DumpRule(catalogue)
         self._free_at = [0.0] * len(self.specs)
@@ -133,6 +136,12 @@ class Tiers:
         for level, tokens in load.supply.tokens_by_level().items():
             self._hit_tokens[level] += tokens
 
+    @property
+    def num_idle_checkpoints(self) -> int:
+        """Number of checkpoints that would fill idle room of the first tier."""
+        nbytes = self._objects.state_bytes
+        return self._filled.idle_bytes // nbytes if self._filled is not None and nbytes else 0
+
     # --- dumps --------------------------------------------------------------------------------------------------------
 
     def dump_step(self, keys: PositionKeys, tables: StepTables, progress: Progress, now: float) -> None:
@@ -151,15 +160,16 @@ class Tiers:
     def _dump(self, keys: PositionKeys, point: DumpPoint, blocks: Blocks, states: StateEnds, now: float) -> None:
         """As `stream.Mover.dump`: states, and what does not fill a stretch, only where all groups can resume."""
         found = [self._has_object(group, point.end, blocks, states) for group in self._objects.groups]
-        resumes = point.resumes and None not in found
+        resumes = point.resumes and None not in found and (not point.is_spare or self.num_idle_checkpoints > 0)
         if not resumes and not self._catalogue.ends_stretch(point.end):
             return
         key = keys.at(point.end)
         for number, group in enumerate(self._objects.groups):
             if found[number] and (resumes or not group.is_state):
                 nbytes = self._objects.stored_bytes(number, point.end)
-                for shelf in self._shelves:
-                    shelf.add(number, key, point.end, nbytes, now)
+                is_spare = point.is_spare and (group.is_state or not self._catalogue.ends_stretch(point.end))
+                for shelf in self._shelves[:1] if is_spare else self._shelves:
+                    shelf.add(number, key, point.end, nbytes, now, is_spare=is_spare)
         self._index.add(keys, point.end)
 
     def _has_object(self, group: StoredGroup, end: int, blocks: Blocks, states: StateEnds) -> bool | None:
@@ -186,6 +196,7 @@ class Tiers:
                 read_bytes=self._read_bytes[level],
                 written_bytes=shelf.written_bytes,
                 peak_bytes=shelf.peak_bytes,
+                spare_bytes=shelf.spare_bytes,
                 evicted=shelf.evicted,
                 dropped=shelf.dropped,
             )

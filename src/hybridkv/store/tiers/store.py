@@ -111,6 +111,15 @@ class TieredStore(Store):
         writers = begin_writing(self._written, name, row_bytes, value=value, position=position)
         return TieredWriter(writers, layout(name.group, row_bytes).nbytes, self._counters) if writers else None
 
+    def create_spare(self, name: ObjectName, row_bytes: Sequence[int], *, value: float, position: int) -> Writer | None:
+        """Begin to write to the fastest tier alone."""
+        writer = None if self._closed else self.tiers[0].create_spare(name, row_bytes, value=value, position=position)
+        return None if writer is None else TieredWriter([writer], layout(name.group, row_bytes).nbytes, self._counters)
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.tiers[0].idle_bytes
+
     def delete(self, names: Sequence[ObjectName]) -> int:
         found = self._find(names)
         for store in self.tiers:
@@ -146,6 +155,7 @@ class TieredStore(Store):
         for tier in (store.stats for store in self.tiers):
             stats.objects += tier.objects
             stats.nbytes += tier.nbytes
+            stats.spare_bytes += tier.spare_bytes
             stats.evicted += tier.evicted
             stats.dropped += tier.dropped
             stats.corrupt += tier.corrupt
@@ -231,7 +241,7 @@ class TieredStore(Store):
 
     def _demote_all(self, level: int) -> None:
         try:
-            stored = [one.name for one in self.tiers[level].objects()]
+            stored = [one.name for one in self.tiers[level].objects() if not one.is_spare]
         except StoreFault:  # its objects are lost; the other tiers must still be closed
             self._drop()
             return

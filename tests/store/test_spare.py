@@ -1,0 +1,235 @@
+"""Spare objects: they fill idle room of a memory store, and are never in the way of others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hybridkv.store import (
+    FileStore,
+    Guarded,
+    MemoryStore,
+    ObjectName,
+    Store,
+    StoreInputError,
+    Tier,
+    TieredStore,
+    WritePolicy,
+)
+from tests.store.faulty import Fault, FaultyStore, Kind
+from tests.store.samples import load, name_of, rows_of, save
+
+ONE = 8192
+"""Bytes of an object with one row of 4096: the header takes as much."""
+
+
+def fill(store: Store, name: ObjectName) -> bool:
+    """Save a spare object. False: the store did not want it."""
+    writer = store.create_spare(name, [4096], value=1.0, position=256)
+    if writer is None:
+        return False
+    with writer:
+        writer.write(0, [memoryview(rows_of(name, [4096])[0])])
+        return writer.commit()
+
+
+def held(store: Store) -> list[int]:
+    return [number for number in range(100) if store.lookup([name_of(number)]) == [True]]
+
+
+class Clock:
+    """A second later at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def store_of(num_objects: int) -> MemoryStore:
+    """It has room for half an object more, so that one eviction makes room for one object."""
+    return MemoryStore(num_objects * ONE + ONE // 2, Clock())
+
+
+def test_spare_objects_fill_idle_room_and_are_read_like_others() -> None:
+    store = store_of(4)
+    assert store.idle_bytes == store.size
+    assert save(store, name_of(0), [4096])
+    assert [fill(store, name_of(number)) for number in (1, 2, 3)] == [True] * 3
+    assert load(store, name_of(2)) == rows_of(name_of(2), [4096])
+    assert store.stats.nbytes == 4 * ONE
+    assert store.stats.spare_bytes == 3 * ONE
+    assert store.idle_bytes == store.size - ONE
+    assert [stored.is_spare for stored in store.objects()] == [False, True, True, True]
+    assert not fill(store, name_of(1)), "it exists"
+
+
+def test_a_spare_object_evicts_only_older_spare_ones() -> None:
+    store = store_of(3)
+    save(store, name_of(0), [4096])
+    for number in range(1, 10):
+        assert fill(store, name_of(number))
+    assert held(store) == [0, 8, 9]
+    save(store, name_of(50), [4096])
+    save(store, name_of(51), [4096])
+    assert held(store) == [0, 50, 51]
+    assert not fill(store, name_of(60))
+    assert store.idle_bytes == ONE // 2
+    assert store.create_spare(name_of(61), [4 * ONE], value=1.0, position=1) is None, "larger than the store"
+    assert (store.stats.evicted, store.stats.dropped) == (0, 0), "no object of value was lost"
+
+
+def test_others_evict_spare_objects_first_however_old_they_are() -> None:
+    store = store_of(4)
+    old = [name_of(number) for number in (0, 1)]
+    for name in old:
+        save(store, name, [4096])
+    store.blobs._clock.now += 1e6  # type: ignore[attr-defined]
+    fill(store, name_of(2))
+    fill(store, name_of(3))
+    save(store, name_of(4), [4096])
+    save(store, name_of(5), [4096])
+    assert held(store) == [0, 1, 4, 5]
+    assert store.stats.evicted == 0
+    save(store, name_of(6), [4096])
+    assert held(store) == [1, 4, 5, 6]
+    assert store.stats.evicted == 1
+
+
+@pytest.mark.parametrize("how", ["touch", "create", "race"])
+def test_a_spare_object_that_is_wanted_becomes_a_normal_one(how: str) -> None:
+    store = store_of(2)
+    late = store.create(name_of(0), [4096], value=1.0, position=256) if how == "race" else None
+    fill(store, name_of(0))
+    if how == "touch":
+        store.touch([name_of(0), name_of(7)])
+    elif how == "create":
+        assert not save(store, name_of(0), [4096]), "it exists"
+    else:
+        assert late is not None
+        late.write(0, [memoryview(rows_of(name_of(0), [4096])[0])])
+        assert not late.commit()
+    assert store.stats.spare_bytes == 0
+    fill(store, name_of(1))
+    save(store, name_of(2), [4096])
+    assert held(store) == [0, 2]
+    assert not fill(store, name_of(3))
+
+
+def test_a_spare_object_gives_back_its_room() -> None:
+    store = store_of(2)
+    fill(store, name_of(0))
+    store.delete([name_of(0)])
+    assert (store.idle_bytes, store.stats.spare_bytes) == (store.size, 0)
+    writer = store.create_spare(name_of(1), [4096], value=1.0, position=1)
+    assert writer is not None
+    assert store.idle_bytes == store.size - ONE, "what is being written is not idle"
+    writer.abort()
+    assert store.idle_bytes == store.size
+    fill(store, name_of(2))
+    assert store.shrink(0) == 1
+    assert store.stats.spare_bytes == 0
+    with pytest.raises(StoreInputError):
+        store.create_spare(name_of(3), [4096], value=-1.0, position=1)
+
+
+def test_a_spare_object_that_is_being_written_gives_way() -> None:
+    """Its writer learns it at the end. Its room is counted once, however it ends."""
+    store = store_of(2)
+    save(store, name_of(0), [4096])
+    for end in ("commit", "abort"):
+        writer = store.create_spare(name_of(1), [4096], value=1.0, position=1)
+        assert writer is not None
+        assert save(store, name_of(2), [4096])
+        assert held(store) == [0, 2]
+        assert (store.stats.evicted, store.stats.dropped) == (0, 0)
+        writer.write(0, [memoryview(rows_of(name_of(1), [4096])[0])])
+        if end == "commit":
+            assert not writer.commit()
+        writer.abort()
+        assert held(store) == [0, 2]
+        assert store.stats.nbytes == 2 * ONE
+        store.delete([name_of(2)])
+    assert store.idle_bytes == store.size - ONE
+    assert fill(store, name_of(3))
+
+
+def test_disks_are_not_filled(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 16 << 20)
+    assert store.idle_bytes == 0
+    assert not fill(store, name_of(0))
+    tiers = TieredStore([Tier(store), Tier(MemoryStore(1 << 20))])
+    assert tiers.idle_bytes == 0, "only the fastest tier counts"
+    assert not fill(tiers, name_of(0))
+    tiers.close()
+
+
+@pytest.mark.parametrize("write", list(WritePolicy))
+def test_tiers_keep_spare_objects_in_the_fastest(write: WritePolicy, tmp_path: Path) -> None:
+    above, below = store_of(3), FileStore(tmp_path, 1 << 20)
+    store = TieredStore([Tier(Guarded(above), write), Tier(below)])
+    assert store.idle_bytes == above.size
+    for number in range(3):
+        assert fill(store, name_of(number))
+    assert store.stats.saved == 3
+    assert store.stats.spare_bytes == 3 * ONE
+    store.touch([name_of(0)])
+    for number in range(10, 13):
+        save(store, name_of(number), [4096])
+    store.drain()
+    assert held(above) == [10, 11, 12]
+    assert held(below) == ([0] if write is WritePolicy.BACK else [10, 11, 12]), "only what was used goes down"
+    above.delete([name_of(10)])
+    fill(store, name_of(5))
+    store.close()
+    assert 5 not in held(FileStore(tmp_path, 1 << 20)), "nor does it go down at the end"
+
+
+def test_a_store_that_rests_is_not_filled() -> None:
+    faulty = FaultyStore(MemoryStore(1 << 20), [Fault(Kind.FAIL_CREATE)])
+    store = Guarded(faulty, clock=lambda: 0.0)
+    assert not save(store, name_of(0), [4096])
+    assert not fill(store, name_of(1))
+    assert store.stats.skipped == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives(seed: int) -> None:
+    """No spare object ever costs a normal one, and the books are right after each call."""
+    source, size = random.Random(seed), 12
+    store = store_of(size)
+    normal, spare = set[int](), set[int]()
+    for _ in range(300):
+        number, what = source.randrange(40), source.random()
+        before, was_idle = set(held(store)), store.idle_bytes
+        if what < 0.35:
+            saved = save(store, name_of(number), [4096])
+            assert saved == (number not in before)
+            normal.add(number)
+            spare.discard(number)
+        elif what < 0.75:
+            saved = fill(store, name_of(number))
+            assert saved == (number not in before and was_idle >= ONE)
+            spare |= {number} if saved else set()
+            assert normal & before <= set(held(store)), "a normal object made room for a spare one"
+        elif what < 0.85:
+            store.touch([name_of(number)])
+            if number in before:
+                normal.add(number)
+                spare.discard(number)
+        else:
+            store.delete([name_of(number)])
+        now = set(held(store))
+        lost = (normal & before) - now
+        if what < 0.35 and lost:
+            assert not spare & now, "a normal object went while there were spare ones"
+        normal &= now
+        spare &= now
+        assert normal | spare == now
+        assert store.stats.nbytes == len(now) * ONE <= size * ONE
+        assert store.stats.spare_bytes == len(spare) * ONE
+        assert store.idle_bytes == store.size - len(normal) * ONE

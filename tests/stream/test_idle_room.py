@@ -1,0 +1,160 @@
+"""Idle room of a store in memory is filled with states: requests resume from them, and nothing else pays for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cache import Kind
+from hybridkv.store import FileStore, Guarded, MemoryStore, Store, Tier, TieredStore
+from hybridkv.stream import Catalogue, DumpPoint, DumpRule, Progress
+from tests.engine.drive import GREEDY, check_greedy, memory_for
+from tests.engine.zoo import prompt
+from tests.stream.drive import STRETCH_TOKENS, StreamDriver, model_of, plain_store
+
+BRIEF = replace(GREEDY, max_tokens=2)
+FAMILIES = ["mamba2", "falcon_h1", "qwen3_next", "kimi_linear"]
+LENGTH = 250
+FILL = 32
+
+
+def serve(driver: StreamDriver, name: str, tokens: list[int]) -> int:
+    """Number of prompt tokens that were not computed."""
+    driver.add(name, tokens, BRIEF)
+    driver.run()
+    check_greedy(driver, name)
+    driver.settle()
+    return driver.results[name].cached_tokens
+
+
+def spare_ends(store: Store) -> set[int | None]:
+    return {stored.position for stored in store.objects() if stored.is_spare}
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_resumes_from_what_filled_the_store(family: str, mode: str) -> None:
+    store = plain_store()
+    driver = StreamDriver(model_of(family), store, mode, fill_tokens=FILL)
+    tokens = prompt(LENGTH, 1)
+    serve(driver, "a", tokens)
+    assert spare_ends(store) >= {32, 64, 96, 128, 160, 192}
+    spare = store.stats.spare_bytes
+    assert spare > 0
+    driver.cache.reset()
+    assert serve(driver, "b", tokens[:100] + prompt(20, 2)) == 96
+    assert driver.stats.loads[mode] == 1
+    assert 96 not in spare_ends(store), "it was used: a normal object from now on"
+    driver.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_full_memory_lends_the_pages_for_it(family: str) -> None:
+    """The memory is too small for two prompts. The store gets the states all the same, and ends are not evicted."""
+    model, store = model_of(family), plain_store()
+    memory = memory_for(model, 2, LENGTH + 8, row_layers=1)
+    driver = StreamDriver(model, store, fill_tokens=FILL, memory_bytes=memory)
+    prompts = [prompt(LENGTH, seed) for seed in range(6)]
+    for number, tokens in enumerate(prompts):
+        serve(driver, f"a{number}", tokens)
+    driver.cache.check_integrity()
+    hits = [serve(driver, f"b{number}", tokens[:200] + prompt(9, number)) for number, tokens in enumerate(prompts)]
+    without = StreamDriver(model, MemoryStore(64 << 20), memory_bytes=memory)
+    for number, tokens in enumerate(prompts):
+        serve(without, f"a{number}", tokens)
+    plain = [serve(without, f"b{number}", tokens[:200] + prompt(9, number)) for number, tokens in enumerate(prompts)]
+    assert sum(hits) > sum(plain)
+    driver.close()
+    without.close()
+
+
+def test_a_store_without_idle_room_gets_no_more_than_before(tmp_path: Path) -> None:
+    """Disks are not filled, and neither is a store whose objects all have a value."""
+    model, tokens = model_of("falcon_h1"), prompt(LENGTH, 1)
+    disk = FileStore(tmp_path, 64 << 20)
+    driver = StreamDriver(model, disk, fill_tokens=FILL)
+    serve(driver, "a", tokens)
+    plain = {(one.name.group, one.position) for one in disk.objects(headers=True)}
+    driver.close()
+    store = MemoryStore(disk_bytes(tokens))
+    driver = StreamDriver(model, store, fill_tokens=FILL)
+    serve(driver, "a", tokens)
+    assert {(one.name.group, one.position) for one in store.objects() if not one.is_spare} == plain
+    driver.close()
+
+
+def disk_bytes(tokens: list[int]) -> int:
+    """Bytes of what is stored of a prompt without spare objects."""
+    store = plain_store()
+    driver = StreamDriver(model_of("falcon_h1"), store, fill_tokens=100_000)
+    serve(driver, "a", tokens)
+    nbytes = store.stats.nbytes
+    assert store.stats.spare_bytes == 0
+    driver.close()
+    return nbytes
+
+
+def test_the_fastest_tier_is_filled_and_no_other(tmp_path: Path) -> None:
+    above, below = MemoryStore(64 << 20), FileStore(tmp_path, 64 << 20)
+    store = TieredStore([Tier(Guarded(above)), Tier(Guarded(below))])
+    driver = StreamDriver(model_of("falcon_h1"), Guarded(store), fill_tokens=FILL)
+    serve(driver, "a", prompt(LENGTH, 1))
+    states = {one.position for one in below.objects(headers=True) if one.name.group == "state"}
+    assert spare_ends(above) & {64, 96, 128}
+    assert not states & {64, 96, 128}
+    driver.close()
+
+
+def test_spare_objects_leave_half_of_the_queue_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = plain_store()
+    driver = StreamDriver(model_of("falcon_h1"), store, fill_tokens=FILL)
+    dumper: Any = driver.streamer.mover._dumper
+    begun: list[tuple[bool, bool]] = []
+    begin = dumper.begin
+
+    def noted(outgoing: Any) -> bool:
+        begun.append((outgoing.is_spare, begin(outgoing)))
+        return begun[-1][1]
+
+    monkeypatch.setattr(dumper, "begin", noted)
+    dumper._max_waiting_bytes = 2 * min(group.nbytes(1) for group in driver.streamer.catalogue.state_groups) - 2
+    serve(driver, "a", prompt(LENGTH, 1))
+    assert (True, False) in begun
+    assert (True, True) not in begun
+    assert store.stats.spare_bytes == 0
+    assert driver.stats.dumps_dropped == begun.count((False, False)), "spare objects are not missed"
+    driver.close()
+
+
+def test_the_rule() -> None:
+    driver = StreamDriver(model_of("falcon_h1"), plain_store())
+    catalogue = driver.streamer.catalogue
+    wanted = {40: Kind.FILL, 48: Kind.BRANCH, 64: Kind.FILL, 80: Kind.GRID, 112: Kind.FILL, 144: Kind.FILL}
+    points = DumpRule(catalogue).of_step(Progress(32, 128, 120, [66], wanted))
+    assert points == [
+        DumpPoint(40, True, True),
+        DumpPoint(48, True),
+        DumpPoint(64, True),  # a breakpoint, rounded down
+        DumpPoint(80, True),
+        DumpPoint(96, False),
+        DumpPoint(112, True),  # the prompt's end
+        DumpPoint(128, False),
+    ]
+    driver.close()
+    windows = StreamDriver(model_of("gemma3"), plain_store())
+    points = DumpRule(windows.streamer.catalogue).of_step(Progress(32, 80, 120, (), wanted))
+    assert [point for point in points if point.is_spare] == [], "their stretches suffice"
+    assert windows.streamer.num_idle_checkpoints == 0
+    windows.close()
+
+
+def test_idle_room_is_counted_in_checkpoints() -> None:
+    store = MemoryStore(10 << 20)
+    driver = StreamDriver(model_of("falcon_h1"), store)
+    catalogue: Catalogue = driver.streamer.catalogue
+    assert catalogue.stretch_blocks * catalogue.block_tokens == STRETCH_TOKENS
+    assert driver.streamer.num_idle_checkpoints == (10 << 20) // catalogue.state_bytes
+    driver.close()
