@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from hybridkv.engine.assembly import Settings, build_core, plan_options
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.loading.checkpoint import LoadedModel, load
+from hybridkv.store import Store
 
 MAX_TOKENS = 16384
 BLOCK_TOKENS = 16
@@ -102,7 +103,15 @@ def make_model(config: PretrainedConfig, device: torch.device) -> LoadedModel:
     return load(model, device=device)
 
 
-def make_core(loaded: LoadedModel, memory_bytes: int, max_requests: int, *, compile: bool, graphs: bool) -> EngineCore:
+def make_core(
+    loaded: LoadedModel,
+    memory_bytes: int,
+    max_requests: int,
+    *,
+    compile: bool,
+    graphs: bool,
+    store: Store | None = None,
+) -> EngineCore:
     """`max_requests`: most requests of a step."""
     kind = loaded.device.type
     settings = Settings(
@@ -119,4 +128,4 @@ def make_core(loaded: LoadedModel, memory_bytes: int, max_requests: int, *, comp
         compile=compile,
         graphs=graphs,
     )
-    return build_core(loaded, settings, None)
+    return build_core(loaded, settings, store)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.cache import CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Lease, Rating, Role
+from hybridkv.cache import Cache, CacheGroup, CacheLayout, Candidate, EvictionPolicy, Kind, Lease, Rating, Role
 from hybridkv.cache.index.tree import Checkpoint
 from hybridkv.cache.retention.partings import _FEW_PROMPTS, Parting, Partings, Place, _Tally
 from hybridkv.cache.retention.policy import Numbers, PromptEndBranchesGrid
@@ -661,3 +661,18 @@ def test_an_explanation_tells_only_of_prompts_with_the_same_salt() -> None:
     for key, is_told in ((PLAIN_KEY, True), (salted, False)):
         match = cache.cache.match(document + tokens(13, 50), key)
         assert bool(cache.cache.explain(match).likely) == is_told
+
+
+def test_a_follower_does_not_wait_for_a_fill_that_found_no_page() -> None:
+    groups = [CacheGroup("full", Role.FULL, 8), CacheGroup("state", Role.STATE, 1, pages_per_state=1)]
+    layout = CacheLayout.of(groups, block_tokens=16, num_slabs=6)
+    for store_room in (0, 1000):
+        policy = PromptEndBranchesGrid(None, fill_tokens=8)
+        cache = Cache(layout, checkpoint_policy=policy, run_operations=lambda operations: None)
+        leader = cache.begin(range(1, 300), store_room=store_room)
+        cache.extend(leader, 200)
+        assert leader.step is not None
+        assert 64 not in [kept.position for kept in leader.step.kept]
+        assert not cache.follow(cache.match([*range(1, 65), *[999] * 40]))
+        cache.commit(leader)
+        cache.check_integrity()

@@ -384,6 +384,25 @@ def test_the_more_idle_memory_the_denser_is_the_grid_in_it() -> None:
         assert [position for position, kind in kinds.items() if kind is Kind.GRID] == [512]
 
 
+def test_idle_room_of_a_store_adds_a_sparser_grid_and_changes_nothing_else() -> None:
+    policy = PromptEndBranchesGrid(1000, fill_tokens=32)
+    facts = PromptFacts(5000, 0, 0, (), 16, (320,))
+    plain = dict(policy.positions(facts))
+    for store_room, spacing in ((2000, 128), (300, 256), (200, 256), (100, 512), (40, 1024), (7, 0)):
+        found: dict[int, Kind] = {}
+        for position, kind in policy.positions(facts._replace(store_room=store_room, less_likely=(700,))):
+            found.setdefault(position, kind)
+        filled = {position for position, kind in found.items() if kind is Kind.FILL}
+        is_dense = 0 < spacing < 1000
+        grid = set(range(spacing, 4992 - spacing // 2, spacing)) if is_dense else set()
+        assert filled == (grid | {700} if is_dense else set()) - plain.keys(), store_room
+        assert {position: kind for position, kind in found.items() if kind is not Kind.FILL} == plain
+    both = facts._replace(store_room=2000, num_spare=2000)
+    assert set(policy.positions(both)) == set(policy.positions(both._replace(store_room=0))), (
+        "memory has the denser one"
+    )
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b", "gemma-3-27b"])
 @pytest.mark.parametrize("memory_gib", [2, 80])
 def test_the_cache_manages_exactly_the_bytes_that_the_plan_reports(name: str, memory_gib: int) -> None:

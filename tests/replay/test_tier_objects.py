@@ -21,7 +21,7 @@ from hybridkv.replay.tiers.shelf import Shelf
 from hybridkv.replay.tiers.spec import TierSpec, parse_tier
 from hybridkv.replay.tiers.tiers import TierLoad, Tiers
 from hybridkv.store import ObjectName, Store
-from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
+from hybridkv.store.eviction import Evictable, chosen, ranked, spare_limit, with_slack
 from hybridkv.stream import BlockKeys, Progress
 from hybridkv.stream.lookup import Prompt, last_stored
 from tests.replay.traces import MODEL, catalogue, layout
@@ -232,8 +232,9 @@ def test_keys_are_equal_exactly_where_prefixes_are() -> None:
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_spare", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int) -> None:
+def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int, has_spare: bool) -> None:
     rng = random.Random(seed)
     values, size = (1e-4, 3e-6, 2e-5), 100_000
     shelf, model, now = Shelf(size, values), dict[tuple[int, bytes], Evictable](), 0.0
@@ -244,16 +245,25 @@ def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int) -> None:
         if model and rng.random() < 0.3:
             used = rng.choice(list(model))
             shelf.touch(*used, now)
-            model[used] = model[used]._replace(used_at=now)
-        excess = sum(one.nbytes for one in model.values()) + nbytes - size
-        going = chosen(ranked(list(model.values()), now), with_slack(excess, size, is_told=False))
+            model[used] = model[used]._replace(used_at=now, is_spare=False)
+        is_spare, spare = has_spare and rng.random() < 0.5, [one for one in model.values() if one.is_spare]
+        spare_bytes = sum(one.nbytes for one in spare)
+        excess = sum(one.nbytes for one in model.values()) + nbytes - (spare_limit(size) if is_spare else size)
+        needed = excess if is_spare else with_slack(excess, size, is_told=False)
+        if excess <= spare_bytes:
+            needed = min(needed, spare_bytes)
+        is_kept = not is_spare or excess <= spare_bytes
+        going = chosen(ranked(spare if is_spare else list(model.values()), now), needed) if is_kept else []
         for one in going:
             del model[int(one.name.group), bytes.fromhex(one.name.key)]
-        evicted += len(going)
+        evicted += sum(not one.is_spare for one in going)
         name = ObjectName("0" * 32, str(group), key.hex())
-        model[group, key] = Evictable(name, nbytes, now, values[group], rng.randrange(10_000))
-        shelf.add(group, key, model[group, key].position, nbytes, now)
+        new = Evictable(name, nbytes, now, values[group], rng.randrange(10_000), is_spare)
+        if is_kept:
+            model[group, key] = new
+        shelf.add(group, key, new.position, nbytes, now, is_spare=is_spare)
         assert shelf.used_bytes == sum(one.nbytes for one in model.values())
+        assert shelf.spare_bytes == sum(one.nbytes for one in model.values() if one.is_spare)
         assert shelf.evicted == evicted
     assert all(shelf.has(*one) for one in model)
     assert evicted > 200

@@ -150,6 +150,32 @@ def test_tiers_are_read_in_order_and_promote_what_is_read(tmp_path: Path) -> Non
     assert report.tiers[0].hit_tokens > 0
 
 
+@pytest.mark.parametrize("serial", [True, False])
+def test_idle_room_of_host_memory_is_filled(serial: bool, tmp_path: Path) -> None:
+    """Prompts leave earlier ones in their middle. With room in the first tier, they resume nearer to that place."""
+    rng = random.Random(3)
+    lines = [*rounds(8, 1)]
+    for number in range(8):
+        kept = rng.randrange(9, 19)
+        ids = [*range(1000 * number, 1000 * number + kept), *range(50_000 + 100 * number, 50_020 + 100 * number - kept)]
+        lines.append(blocks(ids, LENGTH, size=512))
+    trace = mooncake(tmp_path, lines)
+
+    def ran(*tiers: str, tier_fill: bool) -> ReplayReport:
+        return run(trace, memory_mib=SMALL_MIB, serial=serial, prompts_only=True, tiers=tiers, tier_fill=tier_fill)
+
+    plain, filled = (ran("8GiB@1000GB/s", "1TiB@1000GB/s", tier_fill=one) for one in (False, True))
+    assert filled.hit_tokens > plain.hit_tokens
+    assert filled.tiers[0].spare_bytes > plain.tiers[0].spare_bytes == 0
+    assert filled.tiers[1].spare_bytes == 0
+    assert filled.tiers[1].peak_bytes <= plain.tiers[1].peak_bytes * 1.1, "a lower tier gets none of it"
+    assert filled.tiers[0].evicted == 0
+    full = [ran("300M@1000GB/s", tier_fill=one).hit_tokens for one in (False, True)]
+    assert full[1] >= 0.97 * full[0]
+    window = [run(trace, model="gemma-3-1b", tiers=[LARGE], tier_fill=one).as_dict() for one in (False, True)]
+    assert window[0]["tiers"] == window[1]["tiers"], "models without states have nothing to fill it with"
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ def run(
     tiers: Sequence[str] = (),
     tier_loads: str = "all",
     breakpoints: bool = True,
+    tier_fill: bool = False,
 ) -> ReplayReport:
     """A replay, with the cache's books checked at its end. `tiers`: as on the command line."""
     setting = Setting(
@@ -87,6 +88,7 @@ def run(
         tiers=tuple(map(parse_tier, tiers)),
         tier_loads=tier_loads,
         breakpoints=breakpoints,
+        tier_fill=tier_fill,
     )
     service = service or ServiceModel(decode_tokens_per_s=100, prefill_tokens_per_s=10_000)
     ended = []

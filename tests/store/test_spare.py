@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridkv.store import (
@@ -18,6 +22,7 @@ from hybridkv.store import (
     TieredStore,
     WritePolicy,
 )
+from hybridkv.store.eviction import spare_limit
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import load, name_of, rows_of, save
 
@@ -57,13 +62,13 @@ def store_of(num_objects: int) -> MemoryStore:
 
 def test_spare_objects_fill_idle_room_and_are_read_like_others() -> None:
     store = store_of(4)
-    assert store.idle_bytes == store.size
+    assert store.idle_bytes == spare_limit(store.size)
     assert save(store, name_of(0), [4096])
     assert [fill(store, name_of(number)) for number in (1, 2, 3)] == [True] * 3
     assert load(store, name_of(2)) == rows_of(name_of(2), [4096])
     assert store.stats.nbytes == 4 * ONE
     assert store.stats.spare_bytes == 3 * ONE
-    assert store.idle_bytes == store.size - ONE
+    assert store.idle_bytes == spare_limit(store.size) - ONE
     assert [stored.is_spare for stored in store.objects()] == [False, True, True, True]
     assert not fill(store, name_of(1)), "it exists"
 
@@ -78,7 +83,7 @@ def test_a_spare_object_evicts_only_older_spare_ones() -> None:
     save(store, name_of(51), [4096])
     assert held(store) == [0, 50, 51]
     assert not fill(store, name_of(60))
-    assert store.idle_bytes == ONE // 2
+    assert store.idle_bytes < ONE
     assert store.create_spare(name_of(61), [4 * ONE], value=1.0, position=1) is None, "larger than the store"
     assert (store.stats.evicted, store.stats.dropped) == (0, 0), "no object of value was lost"
 
@@ -124,12 +129,12 @@ def test_a_spare_object_gives_back_its_room() -> None:
     store = store_of(2)
     fill(store, name_of(0))
     store.delete([name_of(0)])
-    assert (store.idle_bytes, store.stats.spare_bytes) == (store.size, 0)
+    assert (store.idle_bytes, store.stats.spare_bytes) == (spare_limit(store.size), 0)
     writer = store.create_spare(name_of(1), [4096], value=1.0, position=1)
     assert writer is not None
-    assert store.idle_bytes == store.size - ONE, "what is being written is not idle"
+    assert store.idle_bytes == spare_limit(store.size) - ONE, "what is being written is not idle"
     writer.abort()
-    assert store.idle_bytes == store.size
+    assert store.idle_bytes == spare_limit(store.size)
     fill(store, name_of(2))
     assert store.shrink(0) == 1
     assert store.stats.spare_bytes == 0
@@ -154,8 +159,63 @@ def test_a_spare_object_that_is_being_written_gives_way() -> None:
         assert held(store) == [0, 2]
         assert store.stats.nbytes == 2 * ONE
         store.delete([name_of(2)])
-    assert store.idle_bytes == store.size - ONE
+    assert store.idle_bytes == spare_limit(store.size) - ONE
     assert fill(store, name_of(3))
+
+
+def test_no_normal_object_goes_for_slack_alone() -> None:
+    """The room of a spare object suffices. More is freed at a time only where normal objects must go anyway."""
+    store = MemoryStore(4 * ONE + 4 * ONE // 31, Clock())
+    for number in range(3):
+        save(store, name_of(number), [4096])
+    assert fill(store, name_of(50))
+    save(store, name_of(3), [4096])
+    assert held(store) == [0, 1, 2, 3]
+    assert store.stats.evicted == 0
+
+
+def test_a_spare_object_gives_way_from_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread saves a normal object while memory for the spare one is allocated."""
+    store = store_of(2)
+    save(store, name_of(0), [4096])
+    allocate = np.empty
+    others = [name_of(2)]
+
+    def slow(*args: Any) -> Any:
+        if others and args[0]:
+            save(store, others.pop(), [4096])
+        return allocate(*args)
+
+    monkeypatch.setattr("hybridkv.store.memory.np.empty", slow)
+    writer = store.create_spare(name_of(1), [4096], value=1.0, position=1)
+    assert writer is not None
+    assert held(store) == [0, 2]
+    writer.abort()
+    assert (store.stats.evicted, store.stats.nbytes) == (0, 2 * ONE)
+
+
+def test_threads_that_fill_cost_no_normal_object() -> None:
+    """Eight normal objects come and go in a store for nine. None is ever evicted, whatever is filled meanwhile."""
+    store, is_over = MemoryStore(9 * ONE + 9 * ONE // 31), Event()
+
+    def fill_on(seed: int) -> None:
+        source = random.Random(seed)
+        while not is_over.is_set():
+            number = source.randrange(60, 99)
+            fill(store, name_of(number))
+            if source.random() < 0.2:
+                store.delete([name_of(number)])
+
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(fill_on, seed) for seed in range(3)]
+        for turn in range(400):
+            save(store, name_of(turn % 8), [4096])
+            if turn >= 7:
+                store.delete([name_of((turn + 1) % 8)])
+        is_over.set()
+    assert [future.result() for future in futures] == [None] * 3
+    assert (store.stats.evicted, store.stats.dropped) == (0, 0)
+    assert store.stats.nbytes == len(held(store)) * ONE
 
 
 def test_disks_are_not_filled(tmp_path: Path) -> None:
@@ -172,7 +232,7 @@ def test_disks_are_not_filled(tmp_path: Path) -> None:
 def test_tiers_keep_spare_objects_in_the_fastest(write: WritePolicy, tmp_path: Path) -> None:
     above, below = store_of(3), FileStore(tmp_path, 1 << 20)
     store = TieredStore([Tier(Guarded(above), write), Tier(below)])
-    assert store.idle_bytes == above.size
+    assert store.idle_bytes == spare_limit(above.size)
     for number in range(3):
         assert fill(store, name_of(number))
     assert store.stats.saved == 3
@@ -232,4 +292,4 @@ def test_random_lives(seed: int) -> None:
         assert normal | spare == now
         assert store.stats.nbytes == len(now) * ONE <= size * ONE
         assert store.stats.spare_bytes == len(spare) * ONE
-        assert store.idle_bytes == store.size - len(normal) * ONE
+        assert store.idle_bytes == spare_limit(store.size) - len(normal) * ONE

@@ -463,7 +463,8 @@ class Cache:
             tuple(breakpoints),
             self.block_tokens,
             places[:num_likely],
-            max(num_spare, store_room),
+            num_spare,
+            store_room,
             places[num_likely:],
         )
         for position, kind in self._checkpoints.positions(facts):

@@ -77,6 +77,11 @@ def chosen(order: Sequence[Evictable], nbytes: int) -> list[Evictable]:
     return going
 
 
+def spare_limit(size: int) -> int:
+    """Spare objects are written up to this many bytes in use: what was freed as slack is not idle."""
+    return size - size // 32
+
+
 def with_slack(excess: int, size: int, *, is_told: bool) -> int:
     """Number of bytes to free when a store is `excess` bytes over its limit: more, so that not every write evicts.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
@@ -14,7 +14,7 @@ from hybridkv.errors import MissingObject, StoreFault, StoreInputError
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.blobs import Blob, Blobs, PendingBlob, Usage
 from hybridkv.store.buffers import Buffers, gather, scatter, total
-from hybridkv.store.eviction import Evictable, chosen, ranked, with_slack
+from hybridkv.store.eviction import Evictable, chosen, ranked, spare_limit, with_slack
 from hybridkv.store.names import ObjectName
 from hybridkv.store.store import Leftovers, Stored
 
@@ -23,13 +23,14 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    data: Bytes
+    nbytes: int
     value: float
     position: int
     used_at: float
     is_spare: bool
     is_cancelled: bool = False
     """It was spare and being written when another object needed its room."""
+    data: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 class MemoryBlobs(Blobs):
@@ -66,30 +67,28 @@ class MemoryBlobs(Blobs):
     def _begin(
         self, name: ObjectName, nbytes: int, value: float, position: int, *, is_spare: bool
     ) -> PendingBlob | None:
+        entry = _Entry(nbytes, value, position, self._clock(), is_spare)
         with self._lock:
             if name in self._entries:
                 if not is_spare:
                     self._firm(self._entries[name])
                 return None
             gone = self._make_room(nbytes, is_spare)
-            fits = self._used + nbytes <= self.size
+            fits = self._used + nbytes <= (spare_limit(self.size) if is_spare else self.size)
             if fits:
                 self._used += nbytes
+                if is_spare:
+                    self._spare_pending.add(entry)
             elif not is_spare:
                 self.dropped += 1
         self._tell(gone)
         if not fits:
             return None
         try:
-            data = np.empty(nbytes, np.uint8)
+            entry.data = np.empty(nbytes, np.uint8)
         except MemoryError:
-            with self._lock:
-                self._used -= nbytes
+            self.discard(entry)
             raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
-        entry = _Entry(data, value, position, self._clock(), is_spare)
-        if is_spare:
-            with self._lock:
-                self._spare_pending.add(entry)
         return PendingMemoryBlob(self, name, entry)
 
     def add(self, name: ObjectName, entry: _Entry) -> bool:
@@ -105,7 +104,7 @@ class MemoryBlobs(Blobs):
             self._spare_pending.discard(entry)
             entry.used_at = self._clock()
             self._entries[name] = entry
-            self.spare_bytes += len(entry.data) if entry.is_spare else 0
+            self.spare_bytes += entry.nbytes if entry.is_spare else 0
             return True
 
     def discard(self, entry: _Entry) -> None:
@@ -115,7 +114,7 @@ class MemoryBlobs(Blobs):
 
     @property
     def idle_bytes(self) -> int:
-        return self.size - self._used + self.spare_bytes
+        return max(0, spare_limit(self.size) - self._used + self.spare_bytes)
 
     def delete(self, names: Sequence[ObjectName]) -> int:
         with self._lock:
@@ -126,7 +125,7 @@ class MemoryBlobs(Blobs):
             found = list(self._entries.items())
         for name, entry in found:
             if namespace in (None, name.namespace) and group in (None, name.group):
-                yield Stored(name, len(entry.data), entry.used_at, entry.value, entry.position, entry.is_spare)
+                yield Stored(name, entry.nbytes, entry.used_at, entry.value, entry.position, entry.is_spare)
 
     def touch(self, names: Sequence[ObjectName]) -> None:
         with self._lock:
@@ -164,8 +163,11 @@ class MemoryBlobs(Blobs):
 
     def _make_room(self, nbytes: int, is_spare: bool) -> list[tuple[ObjectName, _Entry]]:
         """Evict as far as an object of `nbytes` may ask for it. Returns the evicted objects."""
+        if is_spare:
+            fits = nbytes <= self.idle_bytes
+            return self._evict(self._used + nbytes - spare_limit(self.size)) if fits else []
         excess = self._used + nbytes - self.size
-        if nbytes > self.size or (is_spare and excess > self.spare_bytes):
+        if nbytes > self.size:
             return []
         if excess > self.spare_bytes:
             for entry in list(self._spare_pending):
@@ -173,26 +175,26 @@ class MemoryBlobs(Blobs):
                 entry.is_cancelled = True
             excess = self._used + nbytes - self.size
         slack = with_slack(excess, self.size, is_told=self.on_evict is not None)
-        return self._evict(min(slack, self.spare_bytes) if is_spare else slack)
+        return self._evict(min(slack, self.spare_bytes) if excess <= self.spare_bytes else slack)
 
     def _give_back(self, entry: _Entry) -> None:
         """Free the room of an entry that is being written, unless that was done when it was cancelled."""
         if not entry.is_cancelled:
             self._spare_pending.discard(entry)
-            self._used -= len(entry.data)
+            self._used -= entry.nbytes
 
     def _firm(self, entry: _Entry) -> None:
         """Turn a spare entry into a normal one."""
         if entry.is_spare:
             entry.is_spare = False
-            self.spare_bytes -= len(entry.data)
+            self.spare_bytes -= entry.nbytes
 
     def _evict(self, nbytes: int) -> list[tuple[ObjectName, _Entry]]:
         """Evict objects until `nbytes` are freed or none is left. Returns the evicted objects."""
         if nbytes <= 0:
             return []
         candidates = [
-            Evictable(name, len(entry.data), entry.used_at, entry.value, entry.position, entry.is_spare)
+            Evictable(name, entry.nbytes, entry.used_at, entry.value, entry.position, entry.is_spare)
             for name, entry in self._entries.items()
             if entry.is_spare or nbytes > self.spare_bytes
         ]
@@ -215,8 +217,8 @@ class MemoryBlobs(Blobs):
     def _remove(self, name: ObjectName) -> _Entry | None:
         entry = self._entries.pop(name, None)
         if entry is not None:
-            self._used -= len(entry.data)
-            self.spare_bytes -= len(entry.data) if entry.is_spare else 0
+            self._used -= entry.nbytes
+            self.spare_bytes -= entry.nbytes if entry.is_spare else 0
         return entry
 
 

@@ -1,7 +1,8 @@
 """Dumping: chunks are copied from their pages when their last layer has run, and written by other threads.
 
 An object becomes visible only when the step that computed its last row has been committed. The bytes that wait to be
-written are bounded: beyond the bound objects are dropped and counted. No step ever waits for a store.
+written are bounded: beyond the bound objects are dropped, and counted unless they only fill idle room. No step ever
+waits for a store.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ T = TypeVar("T")
 LOG = logging.getLogger("hybridkv.stream")
 
 _THREADS = 2
+_SPARE_SHARE = 64
+"""Spare objects that wait to be written take one part in so many of the store's idle room."""
 _STALL_S = 3.0
 """`close` gives up on a store that has taken no row for this long."""
 
@@ -61,6 +64,10 @@ class Outgoing:
         self._is_busy = False
         self._lock = threading.Lock()
 
+    @property
+    def key(self) -> tuple[ObjectName, bool]:
+        return self.name, self.is_spare
+
     def push(self, action: Callable[[], None]) -> bool:
         """Queue an action. True: the caller must have `work` called on some thread."""
         with self._lock:
@@ -88,25 +95,33 @@ class Dumper:
         self._max_waiting_bytes = max_waiting_bytes
         self._changed = threading.Condition()
         """Notified when the store has taken or refused a row or an object."""
-        self._writing: dict[ObjectName, Outgoing] = {}
-        """Objects that were begun and are neither published nor discarded."""
+        self._writing: dict[tuple[ObjectName, bool], Outgoing] = {}
+        """By name, and whether they are spare: objects that were begun and are neither published nor discarded."""
+        self._spare_waiting = 0
+        """Bytes of spare objects among them."""
         self._workers = Workers(_THREADS, "hybridkv-dump")
 
     def begin(self, outgoing: Outgoing) -> bool:
-        """False: the object is being written already, or too many bytes wait to be written.
-
-        Spare objects leave half of the room for others.
-        """
+        """False: the object is being written already, or too many bytes wait to be written."""
         with self._changed:
-            if outgoing.name in self._writing:
+            # A normal object may be written beside a spare one of its name: the store keeps one, as a normal object.
+            if (outgoing.name, False) in self._writing or outgoing.key in self._writing:
                 return False
-            most = self._max_waiting_bytes // 2 if outgoing.is_spare else self._max_waiting_bytes
-            if self._stats.dump_bytes_waiting + outgoing.num_bytes > most:
+            if not self._has_room(outgoing):
                 self._stats.dumps_dropped += not outgoing.is_spare
                 return False
-            self._writing[outgoing.name] = outgoing
+            self._writing[outgoing.key] = outgoing
             self._stats.dump_bytes_waiting += outgoing.num_bytes
+            self._spare_waiting += outgoing.num_bytes if outgoing.is_spare else 0
         return True
+
+    def _has_room(self, outgoing: Outgoing) -> bool:
+        """Whether an object may wait to be written. Spare objects have a bound of their own, and cost others none."""
+        if outgoing.is_spare:
+            most = max(self._max_waiting_bytes // 2, self._store.idle_bytes // _SPARE_SHARE)
+            return self._spare_waiting + outgoing.num_bytes <= most
+        waiting = self._stats.dump_bytes_waiting - self._spare_waiting
+        return waiting + outgoing.num_bytes <= self._max_waiting_bytes
 
     def chunk(self, outgoing: Outgoing, number: int) -> None:
         """Copy a chunk out of its pages. Call when its last layer has run."""
@@ -180,11 +195,12 @@ class Dumper:
         with self._changed:
             stats = self._stats
             stats.dump_bytes_waiting -= outgoing.num_bytes
+            self._spare_waiting -= outgoing.num_bytes if outgoing.is_spare else 0
             stats.dumps_failed += counts and outgoing.failed
             stats.dumps_discarded += not counts
             stats.dumped += saved
             stats.dumped_bytes += outgoing.num_bytes if saved else 0
-            del self._writing[outgoing.name]
+            del self._writing[outgoing.key]
             self._changed.notify_all()
 
     def _try(self, outgoing: Outgoing, action: Callable[[], T]) -> T | None:

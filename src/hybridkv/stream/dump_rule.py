@@ -8,6 +8,10 @@ from hybridkv.cache import Kind
 from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.requests import Progress
 
+_SPARE_STRETCHES = 8
+"""Of checkpoints on the grid in idle memory, those every so many stretches (2,048 tokens) fill idle room of a store: to
+copy a state takes some percent of the prefill of 512 tokens (docs/performance.md)."""
+
 
 class DumpPoint(NamedTuple):
     """A position at which objects end: a block boundary, or the end of a reply."""
@@ -50,8 +54,14 @@ class DumpRule:
         return {point for point in points if progress.start < point <= progress.end}
 
     def _spare_points(self, progress: Progress) -> set[int]:
-        """Checkpoints that fill idle memory. Models without states need none: their stretches suffice."""
-        if not self._catalogue.state_groups:
+        """Checkpoints that fill idle memory: likely places, which are seldom the ends of stretches, and a sparse grid.
+
+        Models without states need none: their stretches suffice.
+        """
+        catalogue = self._catalogue
+        if not catalogue.state_groups:
             return set()
+        apart = _SPARE_STRETCHES * catalogue.stretch_blocks * catalogue.block_tokens
         points = {point for point, kind in progress.checkpoints.items() if kind is Kind.FILL}
+        points = {point for point in points if not catalogue.ends_stretch(point) or point % apart == 0}
         return {point for point in points if progress.start < point <= progress.end}

@@ -45,8 +45,9 @@ class PromptFacts(NamedTuple):
     likely: tuple[int, ...] = ()
     """Positions at which later prompts will probably part from this one."""
     num_spare: int = 0
-    """Number of checkpoints for which there is idle memory, here or in a store: free, or taken by those that go first.
-    """
+    """Number of checkpoints for which there is idle memory: free, or taken by checkpoints that go first."""
+    store_room: int = 0
+    """Number of checkpoints that would fill idle room of a store."""
     less_likely: tuple[int, ...] = ()
     """More such positions, which are worth a checkpoint only in idle memory."""
 
@@ -154,7 +155,9 @@ def quarter_octave(value: float) -> int:
 
 
 _LEAST_SHARE = 8
-"""One prompt takes at most this part of the idle memory: one eighth."""
+"""One prompt takes at most this part of the idle memory, and of the idle room of a store: one eighth."""
+_STORE_TIMES = 4
+"""Checkpoints for a store alone are so many times as far apart: to copy states takes longer (docs/performance.md)."""
 
 
 class PromptEndBranchesGrid:
@@ -182,20 +185,24 @@ class PromptEndBranchesGrid:
         for position in facts.likely:
             if not any(0 <= position - named <= self.near_tokens for named in facts.breakpoints):
                 yield position, Kind.PARTING
-        fill, grid = self._fill_spacing(facts, end), self.grid_tokens
+        here = self._fill_spacing(facts, end, facts.num_spare, 1)
+        there = self._fill_spacing(facts, end, facts.store_room, _STORE_TIMES)
+        fill, grid = min(here or there, there or here), self.grid_tokens
         if grid:
-            yield from _grid(facts.cached_tokens, end, -(-grid // fill) * fill if fill else grid, Kind.GRID)
+            yield from _grid(facts.cached_tokens, end, -(-grid // here) * here if here else grid, Kind.GRID)
         if fill:
             for position in facts.less_likely:
                 yield position, Kind.FILL
             yield from _grid(facts.cached_tokens, end - fill // 2, fill, Kind.FILL)
 
-    def _fill_spacing(self, facts: PromptFacts, end: int) -> int:
-        """Spacing of the grid in idle memory; 0 if there is no room for one that is denser than the sparse grid."""
-        most = facts.num_spare // _LEAST_SHARE
-        if not self.fill_tokens or not most:
+    def _fill_spacing(self, facts: PromptFacts, end: int, room: int, times: int) -> int:
+        """Spacing of the grid that fills idle `room`, at least `times` the densest.
+
+        0 if there is no room for one that is denser than the sparse grid.
+        """
+        most, spacing = room // _LEAST_SHARE, times * (self.fill_tokens or 0)
+        if not spacing or not most:
             return 0
-        spacing = self.fill_tokens
         while (end - facts.cached_tokens) // spacing > most:
             spacing *= 2
         return spacing if not self.grid_tokens or spacing < self.grid_tokens else 0

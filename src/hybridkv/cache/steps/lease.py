@@ -165,7 +165,8 @@ class Lease:
         if self.step is not None and any(kept.position == position for kept in self.step.kept):
             return True
         ahead = self.step.end if self.step else self.computed
-        if position > ahead:
-            self.plan.want(position, Kind.BRANCH)
-            self.plan.restart(self.computed)
-        return position in self.plan.ahead
+        if position <= ahead:
+            return False
+        self.plan.want(position, Kind.BRANCH)
+        self.plan.restart(self.computed)
+        return True

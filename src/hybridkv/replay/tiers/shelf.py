@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.store.eviction import with_slack
+from hybridkv.store.eviction import spare_limit, with_slack
 
 _Number = TypeVar("_Number", np.int64, np.float64, np.bool_)
 _FIRST_SLOTS = 1024
@@ -51,7 +51,7 @@ class Shelf:
     @property
     def idle_bytes(self) -> int:
         """Room that is free or taken by spare objects."""
-        return self.size_bytes - self.used_bytes + self.spare_bytes
+        return max(0, spare_limit(self.size_bytes) - self.used_bytes + self.spare_bytes)
 
     def has(self, group: int, key: bytes) -> bool:
         return key in self._slots[group]
@@ -69,11 +69,14 @@ class Shelf:
         if nbytes > self.size_bytes:
             self.dropped += not is_spare
             return
-        excess = self.used_bytes + nbytes - self.size_bytes
-        if is_spare and excess > self.spare_bytes:
+        if is_spare and nbytes > self.idle_bytes:
             return
-        slack = with_slack(excess, self.size_bytes, is_told=False)
-        self._evict(min(slack, self.spare_bytes) if is_spare else slack, now)
+        if is_spare:
+            self._evict(self.used_bytes + nbytes - spare_limit(self.size_bytes), now)
+        else:
+            excess = self.used_bytes + nbytes - self.size_bytes
+            slack = with_slack(excess, self.size_bytes, is_told=False)
+            self._evict(min(slack, self.spare_bytes) if excess <= self.spare_bytes else slack, now)
         slot = self._slots[group][key] = self._take_slot(key)
         self._groups[slot], self._positions[slot], self._sizes[slot] = group, position, nbytes
         self._used_at[slot], self._is_spare[slot] = now, is_spare
