@@ -15,7 +15,8 @@ part of the tokens that an earlier prompt had:
                ones, and agents of four kinds
     users      a few questions of each user, after a profile of its own and a list of tools of the same length for all
 
-`--ablation` also runs the learning policy without one of its parts at a time. The last line is JSON.
+`--tier 300GiB@20GB/s` replays only the latter, with a tier of host memory below the least memory: its idle room left
+empty, and filled. `--ablation` also runs the learning policy without one of its parts at a time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +41,10 @@ from hybridkv.cache.retention.policy import EvictionPolicy, LeastRecentlyUsed, N
 from hybridkv.cache.retention.reuse import PredictedReuse
 from hybridkv.models import compute_of, load_model
 from hybridkv.plan import PlanOptions, make_plan
-from hybridkv.replay import load_trace
+from hybridkv.replay import Setting, load_trace, parse_tier, replay
+from hybridkv.replay.traces import Chains, Record, Trace
 from hybridkv.spec import DType
+from hybridkv.stream import Catalogue
 from hybridkv.units import parse_size
 
 PIECE = 256  # tokens that come and go together
@@ -277,6 +281,27 @@ def parting_results(model_name: str, memories: Sequence[str]) -> dict[str, float
     return results
 
 
+def tier_results(model_name: str, memory: str, tier: str) -> dict[str, list[float]]:
+    """By workload: hit ratios with a tier whose idle room is left empty, and filled."""
+    plan = make_plan(load_model(model_name, state_dtype=DType.parse("fp32")), PlanOptions(parse_size(memory)))
+    layout, results = CacheLayout.from_plan(plan), {}
+    setting = Setting("", model_name, 1, parse_size(memory), layout.block_tokens, serial=True, prompts_only=True)
+    setting = replace(setting, tiers=(parse_tier(tier),))
+    for source in PARTING_WORKLOADS:
+        chains, records = Chains(), []
+        for prompt in parting(source):
+            packed, size = bytes(prompt.tokens), 4 * layout.block_tokens
+            pieces = (packed[start : start + size] for start in range(0, len(packed) - size + 1, size))
+            chain = chains.number(pieces, layout.block_tokens)
+            records.append(Record(0.0, prompt.num_tokens, 1, layout.block_tokens, chain, prompt=packed))
+        trace, catalogue = Trace(source, records, chains.fanout), Catalogue(plan, layout, model_name)
+        both = [replace(setting, trace=source, tier_fill=is_filled) for is_filled in (False, True)]
+        ratios = [replay(trace, layout, one, catalogue=catalogue).hit_ratio for one in both]
+        results[source] = [round(ratio, 4) for ratio in ratios]
+        print(f"{source:16s} {memory} {tier}: {ratios[0]:.4f}, filled {ratios[1]:.4f}", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace; without any, all workloads")
@@ -286,8 +311,14 @@ def main() -> None:
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--parting-model", default="qwen3.5-35b-a3b", help="for prompts that part")
     parser.add_argument("--parting-memory", default="5GiB,8GiB,12GiB,20GiB,80GiB", help="sizes, with commas between")
+    parser.add_argument("--tier", help="a tier of host memory, as SIZE@BANDWIDTH: only prompts that part, with it")
     parser.add_argument("--ablation", action="store_true", help="also without one part at a time")
     args = parser.parse_args()
+    if args.tier:
+        with_tier = tier_results(args.parting_model, args.parting_memory.split(",")[0], args.tier)
+        facts = {"model": args.parting_model, "tier": args.tier, "hit_ratios": with_tier}
+        print(json.dumps({"benchmark": "retention", **facts}))
+        return
     model = load_model(args.model, tp=args.tp, state_dtype=DType.parse(args.state_dtype))
     policies: dict[str, Callable[[], EvictionPolicy]] = {
         "lru": LeastRecentlyUsed,

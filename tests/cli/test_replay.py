@@ -93,6 +93,15 @@ def test_tiers(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["hit_tokens"] > without["hit_tokens"]
 
 
+def test_idle_room_of_the_first_tier_is_filled_on_demand(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--memory", "300MiB", "--serial", "--tier", "1TiB@1GB/s"]
+    plain, filled = (replay_json(capsys, many_chats, *args, *more) for more in ([], ["--tier-fill"]))
+    assert plain["tiers"][0]["spare_bytes"] == 0
+    assert filled["hit_tokens"] >= plain["hit_tokens"]
+    assert run(["replay", many_chats, "--model", "qwen3.5-0.8b", "--serial", "--tier-fill"]) == 2
+    assert "--tier-fill without --tier" in capsys.readouterr().err
+
+
 def test_a_sweep_over_the_size_of_the_last_tier(many_chats: str, capsys: pytest.CaptureFixture[str]) -> None:
     tiers = ["--tier", "10MiB@10GB/s", "--tier", "1TiB@1GB/s"]
     args = [*SERIAL, *tiers, "--memory", "300MiB", "--sweep", "tier-size=0,1GiB,10GiB"]

@@ -126,6 +126,8 @@ def replay_command(
     runs = combinations(base, sweep or ())
     given = [parse_tier(text) for text in tier or ()]
     check_rule(tier_loads)
+    if tier_fill and not given:
+        raise InputError("--tier-fill without --tier: give the host memory to fill, such as --tier 200GiB@20GB/s")
     tiers = [run.tiers(given) for run in runs]
     for run in runs:
         named_policy(run.policy)

@@ -164,6 +164,8 @@ class EvictionQueue:
         return self._pop(self._spare_lanes, now)
 
     def _pop(self, lanes: dict[Numbers, _Lane], now: int) -> tuple[Item, Rating | None] | None:
+        if not lanes:
+            return None
         while (item := self._least(lanes, now)) is not None:
             if not _may_go(item):
                 self.withdraw(item)
