@@ -388,7 +388,7 @@ def test_idle_room_of_a_store_adds_a_sparser_grid_and_changes_nothing_else() -> 
     policy = PromptEndBranchesGrid(1000, fill_tokens=32)
     facts = PromptFacts(5000, 0, 0, (), 16, (320,))
     plain = dict(policy.positions(facts))
-    for store_room, spacing in ((2000, 128), (300, 256), (200, 256), (100, 512), (40, 1024), (7, 0)):
+    for store_room, spacing in ((2000, 256), (300, 256), (200, 256), (100, 512), (40, 1024), (7, 0)):
         found: dict[int, Kind] = {}
         for position, kind in policy.positions(facts._replace(store_room=store_room, less_likely=(700,))):
             found.setdefault(position, kind)
