@@ -62,7 +62,9 @@ class PredictedReuse:
         self._reused: defaultdict[Numbers, int] = defaultdict(int)
         self._ages = [np.ones(_NUM_AGES) for _ in (_ENDS, _OTHERS, _USED_OFTEN, _BRANCHES)]
         """Number of reuses by age: see `_ages_of`."""
-        self._worth: list[list[list[float]]] = []
+        self._worth: list[list[list[float]]] = [[] for _ in self._ages]
+        self._changed = set(range(len(self._ages)))
+        """Distributions whose `_worth` is not that of their `_ages`."""
         self._levels: dict[Numbers, int] = {}
         """The chance of reuse of each cohort, as an index of `_CHANCES`."""
         self._num_kept = 0
@@ -94,7 +96,9 @@ class PredictedReuse:
 
     def learn_reused(self, cohort: Numbers, age: int) -> None:
         self._count(self._reused, cohort, 1)
-        self._ages[_ages_of(cohort)][_age_index(age)] += 1
+        ages = _ages_of(cohort)
+        self._ages[ages][_age_index(age)] += 1
+        self._changed.add(ages)
 
     def chance(self, cohort: Numbers) -> float:
         """Probability that an item of a cohort is reused."""
@@ -119,9 +123,12 @@ class PredictedReuse:
         for ages in self._ages:
             ages *= 0.5
             ages += 0.5
+        self._changed.update(range(len(self._ages)))
 
     def _learn(self) -> None:
-        self._worth = [worth_by_age(ages).tolist() for ages in self._ages]
+        for ages in self._changed:
+            self._worth[ages] = worth_by_age(self._ages[ages]).tolist()
+        self._changed.clear()
         self._levels.clear()
 
 
