@@ -183,12 +183,25 @@ def test_the_rule() -> None:
     ]
     points = DumpRule(catalogue).of_step(Progress(128, 600, 700, (), wanted))
     assert [point.end for point in points if point.is_spare] == [144, 512], "the grid is sparse in stores"
+    moved = dict.fromkeys((560, 576, 1008, 1024, 1072, 1088, 1104), Kind.FILL)
+    for start, end, spare in ((520, 576, []), (960, 1024, [1008, 1024]), (1056, 1088, []), (1088, 1120, [1104])):
+        points = DumpRule(catalogue).of_step(Progress(start, end, 2000, (), moved))
+        assert [point.end for point in points if point.is_spare] == spare, "a block before the end of a step"
     driver.close()
     windows = StreamDriver(model_of("gemma3"), plain_store())
     points = DumpRule(windows.streamer.catalogue).of_step(Progress(32, 80, 120, (), wanted))
     assert [point for point in points if point.is_spare] == [], "their stretches suffice"
     assert windows.streamer.num_idle_checkpoints == 0
     windows.close()
+
+
+def test_the_ends_of_steps_make_the_grid_no_denser() -> None:
+    """A checkpoint at the end of a step is kept a block before it, where no stretch ends."""
+    store = plain_store()
+    driver = StreamDriver(model_of("falcon_h1"), store, fill_tokens=2 * STRETCH_TOKENS, max_num_batched_tokens=64)
+    serve(driver, "a", prompt(400, 1))
+    assert spare_ends(store) == set()
+    driver.close()
 
 
 def test_idle_room_is_counted_in_checkpoints() -> None:

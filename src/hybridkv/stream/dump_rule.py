@@ -56,12 +56,16 @@ class DumpRule:
     def _spare_points(self, progress: Progress) -> set[int]:
         """Checkpoints that fill idle memory: likely places, which are seldom the ends of stretches, and a sparse grid.
 
-        Models without states need none: their stretches suffice.
+        Models without states need none: their stretches suffice. A checkpoint at the end of a step is kept a block
+        before it, and counts as one at the end.
         """
         catalogue = self._catalogue
         if not catalogue.state_groups:
             return set()
         apart = _SPARE_STRETCHES * catalogue.stretch_blocks * catalogue.block_tokens
-        points = {point for point, kind in progress.checkpoints.items() if kind is Kind.FILL}
-        points = {point for point in points if not catalogue.ends_stretch(point) or point % apart == 0}
-        return {point for point in points if progress.start < point <= progress.end}
+        places = {point: point for point, kind in progress.checkpoints.items() if kind is Kind.FILL}
+        before = progress.end - catalogue.block_tokens
+        if before in places and progress.end in places:
+            places[before] = progress.end
+        wanted = {point for point, at in places.items() if not catalogue.ends_stretch(at) or at % apart == 0}
+        return {point for point in wanted if progress.start < point <= progress.end}
