@@ -163,6 +163,22 @@ def test_a_spare_object_that_is_being_written_gives_way() -> None:
     assert fill(store, name_of(3))
 
 
+def test_no_normal_object_goes_for_a_spare_one_when_the_store_shrinks() -> None:
+    store = store_of(4)
+    for number in range(2):
+        save(store, name_of(number), [4096])
+    fill(store, name_of(2))
+    writer = store.create_spare(name_of(3), [4096], value=1.0, position=1)
+    assert writer is not None
+    assert store.shrink(3 * ONE) == 1
+    assert held(store) == [0, 1]
+    assert store.shrink(2 * ONE) == 0
+    writer.write(0, [memoryview(rows_of(name_of(3), [4096])[0])])
+    assert not writer.commit()
+    assert held(store) == [0, 1]
+    assert store.stats.nbytes == 2 * ONE
+
+
 def test_no_normal_object_goes_for_slack_alone() -> None:
     """The room of a spare object suffices. More is freed at a time only where normal objects must go anyway."""
     store = MemoryStore(4 * ONE + 4 * ONE // 31, Clock())

@@ -152,6 +152,8 @@ class MemoryBlobs(Blobs):
 
     def shrink(self, nbytes: int) -> int:
         with self._lock:
+            if self._used - nbytes > self.spare_bytes:
+                self._cancel_spare()
             gone = self._evict(self._used - nbytes)
         self._tell(gone)
         return len(gone)
@@ -170,12 +172,16 @@ class MemoryBlobs(Blobs):
         if nbytes > self.size:
             return []
         if excess > self.spare_bytes:
-            for entry in list(self._spare_pending):
-                self._give_back(entry)
-                entry.is_cancelled = True
+            self._cancel_spare()
             excess = self._used + nbytes - self.size
         slack = with_slack(excess, self.size, is_told=self.on_evict is not None)
         return self._evict(min(slack, self.spare_bytes) if excess <= self.spare_bytes else slack)
+
+    def _cancel_spare(self) -> None:
+        """Free the room of all spare entries that are being written: they are not published."""
+        for entry in list(self._spare_pending):
+            self._give_back(entry)
+            entry.is_cancelled = True
 
     def _give_back(self, entry: _Entry) -> None:
         """Free the room of an entry that is being written, unless that was done when it was cancelled."""
