@@ -105,6 +105,32 @@ def test_others_evict_spare_objects_first_however_old_they_are() -> None:
     assert store.stats.evicted == 1
 
 
+def test_spare_objects_go_even_if_they_do_not_suffice() -> None:
+    store = store_of(4)
+    for number in range(2):
+        save(store, name_of(number), [4096])
+    store.blobs._clock.now += 1e6  # type: ignore[attr-defined]
+    fill(store, name_of(2))
+    save(store, name_of(3), [4096])
+    assert save(store, name_of(10), [ONE + 4096])
+    assert held(store) == [1, 3, 10]
+    assert (store.stats.evicted, store.stats.spare_bytes) == (1, 0)
+
+
+def test_a_32nd_is_left_free() -> None:
+    """More than is freed at a time: spare objects do not come back right after others have gone."""
+    store = MemoryStore(64 * ONE, Clock())
+    for number in range(70):
+        assert fill(store, name_of(number))
+    assert store.stats.nbytes == 62 * ONE
+    for number in range(64):
+        save(store, name_of(number), [4096])
+    assert (store.stats.nbytes, store.idle_bytes) == (64 * ONE, 0)
+    save(store, name_of(90), [4096])
+    assert store.stats.evicted == 2
+    assert not fill(store, name_of(91))
+
+
 @pytest.mark.parametrize("how", ["touch", "create", "race"])
 def test_a_spare_object_that_is_wanted_becomes_a_normal_one(how: str) -> None:
     store = store_of(2)
@@ -190,6 +216,28 @@ def test_no_normal_object_goes_for_slack_alone() -> None:
     assert store.stats.evicted == 0
 
 
+def test_the_last_spare_object_suffices() -> None:
+    """It is all that goes, although that is less than what is freed at a time."""
+    store = MemoryStore(66 * ONE, Clock())
+    assert fill(store, name_of(99))
+    for number in range(66):
+        assert save(store, name_of(number), [4096])
+    assert held(store) == [*range(66)]
+    assert store.stats.evicted == 0
+
+
+def test_a_spare_object_is_written_on_if_others_suffice() -> None:
+    store = store_of(3)
+    fill(store, name_of(0))
+    writer = store.create_spare(name_of(1), [4096], value=1.0, position=1)
+    assert writer is not None
+    for number in (2, 3):
+        save(store, name_of(number), [4096])
+    writer.write(0, [memoryview(rows_of(name_of(1), [4096])[0])])
+    assert writer.commit()
+    assert held(store) == [1, 2, 3]
+
+
 def test_a_spare_object_gives_way_from_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread saves a normal object while memory for the spare one is allocated."""
     store = store_of(2)
@@ -263,6 +311,7 @@ def test_tiers_keep_spare_objects_in_the_fastest(write: WritePolicy, tmp_path: P
     fill(store, name_of(5))
     store.close()
     assert 5 not in held(FileStore(tmp_path, 1 << 20)), "nor does it go down at the end"
+    assert not fill(store, name_of(6)), "it is closed"
 
 
 def test_a_store_that_rests_is_not_filled() -> None:
