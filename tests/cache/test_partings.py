@@ -666,11 +666,11 @@ def test_an_explanation_tells_only_of_prompts_with_the_same_salt() -> None:
 def test_a_follower_does_not_wait_for_a_fill_that_found_no_page() -> None:
     groups = [CacheGroup("full", Role.FULL, 8), CacheGroup("state", Role.STATE, 1, pages_per_state=1)]
     layout = CacheLayout.of(groups, block_tokens=16, num_slabs=6)
-    for store_room in (0, 1000):
+    for store_room, num_tokens in ((0, 200), (1000, 200), (1000, 64)):
         policy = PromptEndBranchesGrid(None, fill_tokens=8)
         cache = Cache(layout, checkpoint_policy=policy, run_operations=lambda operations: None)
         leader = cache.begin(range(1, 300), store_room=store_room)
-        cache.extend(leader, 200)
+        cache.extend(leader, num_tokens)
         assert leader.step is not None
         assert 64 not in [kept.position for kept in leader.step.kept]
         assert not cache.follow(cache.match([*range(1, 65), *[999] * 40]))
