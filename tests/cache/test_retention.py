@@ -86,6 +86,19 @@ def test_chances_are_learned_and_forgotten() -> None:
     assert policy.chance(long) > 0.04  # 600 of 20,900 would be 0.03, had nothing been forgotten
 
 
+def test_values_follow_all_that_was_learned() -> None:
+    """Only distributions that have changed are valued again: also those that were halved without a reuse."""
+    policy, source = PredictedReuse(), random.Random(0)
+    cohorts = [policy.rate(end_of(0)).cohort, (1, Kind.GRID, 0), (1, Kind.GRID, 3), (1, Kind.BRANCH, 0)]
+    for _ in range(90):
+        for cohort in source.sample(cohorts, source.randrange(3)):
+            policy.learn_reused(cohort, source.choice([1, 10, 1000]))
+        for _ in range(256):
+            policy.learn_kept(cohorts[0], 1)
+        if policy._num_kept:  # else it has just forgotten
+            assert policy._worth == [worth_by_age(ages).tolist() for ages in policy._ages]
+
+
 def value(policy: PredictedReuse, candidate: Candidate, age: int) -> float:
     return policy.value(policy.rate(candidate).lane, age, age)
 

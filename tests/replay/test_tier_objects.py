@@ -20,11 +20,13 @@ from hybridkv.replay.tiers.objects import Need, Objects
 from hybridkv.replay.tiers.shelf import Shelf
 from hybridkv.replay.tiers.spec import TierSpec, parse_tier
 from hybridkv.replay.tiers.tiers import TierLoad, Tiers
-from hybridkv.store import ObjectName, Store
+from hybridkv.store import MemoryStore, ObjectName, Store
 from hybridkv.store.eviction import Evictable, chosen, ranked, spare_limit, with_slack
+from hybridkv.store.objects import layout as object_layout
 from hybridkv.stream import BlockKeys, Progress
 from hybridkv.stream.lookup import Prompt, last_stored
 from tests.replay.traces import MODEL, catalogue, layout
+from tests.store.samples import name_of
 
 MODELS = ["qwen3.5-0.8b", "gemma-3-1b", "lfm2-1.2b", "mamba2-2.7b", "llama-3.1-8b", "llama-4-scout-17b-16e"]
 GIB = 2**30
@@ -267,6 +269,31 @@ def test_a_full_shelf_evicts_in_the_order_of_a_store(seed: int, has_spare: bool)
         assert shelf.evicted == evicted
     assert all(shelf.has(*one) for one in model)
     assert evicted > 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shelf_keeps_what_a_store_in_memory_keeps(seed: int) -> None:
+    source, now, size = random.Random(seed), 0.0, 40 * 8192 + 100
+    shelf, store = Shelf(size, [1.0]), MemoryStore(size, lambda: now)
+    for _ in range(500):
+        now += source.choice([0.1, 1, 10, 1000])
+        number, nbytes, is_spare = source.randrange(80), source.choice([100, 4096, 30_000]), source.random() < 0.55
+        name, key = name_of(number), b"%d" % number
+        if source.random() < 0.15:
+            store.touch([name])
+            shelf.touch(0, key, now)
+        else:
+            create = store.create_spare if is_spare else store.create
+            writer = create(name, [nbytes], value=1.0, position=number)
+            if writer is not None:
+                writer.write(0, [memoryview(bytes(nbytes))])
+                assert writer.commit()
+            shelf.add(0, key, number, object_layout(name.group, [nbytes]).nbytes, now, is_spare=is_spare)
+        stats = store.stats
+        assert (shelf.used_bytes, shelf.spare_bytes, shelf.evicted) == (stats.nbytes, stats.spare_bytes, stats.evicted)
+        assert shelf.idle_bytes == store.idle_bytes
+    assert store.lookup([name_of(number) for number in range(80)]) == [shelf.has(0, b"%d" % n) for n in range(80)]
+    assert shelf.evicted > 10
 
 
 def test_an_object_that_is_larger_than_its_tier_evicts_nothing() -> None:

@@ -90,6 +90,42 @@ def test_a_store_without_idle_room_gets_no_more_than_before(tmp_path: Path) -> N
     driver.close()
 
 
+def test_nothing_is_copied_for_a_store_without_idle_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory has idle room, and is filled. To copy these states for nothing would cost time."""
+    driver = StreamDriver(model_of("falcon_h1"), FileStore(tmp_path, 64 << 20), fill_tokens=FILL)
+    begun = begun_by(driver, monkeypatch)
+    serve(driver, "a", prompt(LENGTH, 1))
+    assert begun
+    assert not any(is_spare for is_spare, _ in begun)
+    driver.close()
+
+
+def test_blocks_of_whole_stretches_are_never_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.stream.dump_rule._SPARE_STRETCHES", 1)
+    store = plain_store()
+    driver = StreamDriver(model_of("falcon_h1"), store, fill_tokens=STRETCH_TOKENS)
+    serve(driver, "a", prompt(LENGTH, 1))
+    states = {group.name for group in driver.streamer.catalogue.state_groups}
+    spare = [stored for stored in store.objects() if stored.is_spare]
+    assert {stored.position for stored in spare} == set(range(32, 224, 32))
+    assert {stored.name.group for stored in spare} == states
+    driver.close()
+
+
+def begun_by(driver: StreamDriver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Of each object that the dumper is asked to write from now on: whether it is spare, and whether it is written."""
+    dumper: Any = driver.streamer.mover._dumper
+    begun: list[tuple[bool, bool]] = []
+    begin = dumper.begin
+
+    def noted(outgoing: Any) -> bool:
+        begun.append((outgoing.is_spare, begin(outgoing)))
+        return begun[-1][1]
+
+    monkeypatch.setattr(dumper, "begin", noted)
+    return begun
+
+
 def disk_bytes(tokens: list[int]) -> int:
     """Bytes of what is stored of a prompt without spare objects."""
     store = plain_store()
@@ -116,14 +152,7 @@ def test_spare_objects_have_a_queue_of_their_own(monkeypatch: pytest.MonkeyPatch
     store = plain_store()
     driver = StreamDriver(model_of("falcon_h1"), store, fill_tokens=FILL)
     dumper: Any = driver.streamer.mover._dumper
-    begun: list[tuple[bool, bool]] = []
-    begin = dumper.begin
-
-    def noted(outgoing: Any) -> bool:
-        begun.append((outgoing.is_spare, begin(outgoing)))
-        return begun[-1][1]
-
-    monkeypatch.setattr(dumper, "begin", noted)
+    begun = begun_by(driver, monkeypatch)
     smallest = min(group.nbytes(1) for group in driver.streamer.catalogue.state_groups)
     dumper._max_waiting_bytes = 2 * smallest - 2
     monkeypatch.setattr("hybridkv.stream.dump._SPARE_SHARE", 1 << 30)
@@ -142,6 +171,10 @@ def test_spare_objects_have_a_queue_of_their_own(monkeypatch: pytest.MonkeyPatch
     dumper._max_waiting_bytes = driver.streamer.catalogue.load_bytes(0, LENGTH)  # but not with all the states
     serve(driver, "c", prompt(LENGTH, 3))
     assert begun == whole, "neither kind takes the room of the other"
+    begun.clear()
+    dumper._max_waiting_bytes = 0
+    serve(driver, "d", prompt(LENGTH, 4))
+    assert {*begun} == {(True, True), (False, False)}, "a large store takes more at a time"
     driver.close()
 
 
