@@ -232,6 +232,31 @@ def test_what_is_a_parting() -> None:
     assert parting_of(cache, prompt[:22] + tokens(30, 5)) == Parting(20, 0, 60)
 
 
+def test_what_breakpoints_save_is_not_learned() -> None:
+    """Breakpoints of the prompt that parts: up to there, the earlier prompt had the same."""
+    parting = Parting(40, 8, 60)
+    for points, start in (((), 8), ((8, 44), 8), ((11,), 8), ((12,), 12), ((20, 39, 50), 36), ((5, 39), 36)):
+        assert parting.after_breakpoints(points, BLOCK_TOKENS) == Parting(40, start, 60), points
+    for points in ((40,), (43,), (8, 42, 60)):  # rounded down to whole blocks, the last of them is where it parts
+        assert parting.after_breakpoints(points, BLOCK_TOKENS) is None, points
+
+
+def test_chats_that_part_at_breakpoints_need_no_other_places() -> None:
+    """Questions of different lengths about documents: without breakpoints, a place before the shortest is learned."""
+    kept = {}
+    for has_breakpoints in (False, True):
+        cache, chance = sim(4000), random.Random(1)
+        for number in range(20):
+            document = tokens(chance.randrange(40, 80), number)
+            points = [len(document)] if has_breakpoints else []
+            for seed in (100 + number, 200 + number):
+                cache.serve(document + tokens(chance.randrange(12, 24), seed), breakpoints=points)
+        kept[has_breakpoints] = len(positions(cache, Kind.PARTING))
+        assert bool(cache.cache._prefixes.history.partings._all.places) != has_breakpoints
+    assert kept[False] > 10
+    assert kept[True] == 0
+
+
 def test_prompts_that_end_inside_others_teach_nothing() -> None:
     cache = sim(400)
     for number in range(6):
@@ -362,12 +387,14 @@ def test_unused_fills_go_before_all_others(policy: str) -> None:
     assert queue.num_spare == 0
 
 
-def test_as_long_as_a_fill_is_left_nothing_else_goes() -> None:
-    cache, num_gone, lost = sim(60, fill_tokens=8), 0, False
-    cache.serve(tokens(300, 0))
-    cache.serve(tokens(300, 1))
+@pytest.mark.parametrize("num_slabs", [60, 300])
+def test_as_long_as_a_fill_is_left_nothing_else_goes(num_slabs: int) -> None:
+    """In the larger arena eight are evicted at a time."""
+    cache, num_gone, lost = sim(num_slabs, fill_tokens=8), 0, False
+    for number in range(num_slabs // 30):
+        cache.serve(tokens(300, 1000 + number))
     assert len(unused(cache)) > 3
-    for number in range(2, 60):
+    for number in range(2, num_slabs):
         before, fills = kept(cache), len(unused(cache))
         cache.serve(tokens(5, number))
         num_gone += fills > len(unused(cache))

@@ -75,6 +75,24 @@ def test_full_memory_lends_the_pages_for_it(family: str) -> None:
     without.close()
 
 
+def test_requests_begin_with_the_idle_room_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = StreamDriver(model_of("falcon_h1"), plain_store(), fill_tokens=FILL)
+    begun, begin = list[int](), driver.cache.begin
+
+    def noted(*arguments: Any, store_room: int = 0, **options: Any) -> Any:
+        begun.append(store_room)
+        return begin(*arguments, store_room=store_room, **options)
+
+    monkeypatch.setattr(driver.cache, "begin", noted)
+    room = driver.streamer.num_idle_checkpoints
+    serve(driver, "a", prompt(LENGTH, 1))
+    assert begun == [room]
+    assert 0 < driver.streamer.num_idle_checkpoints < room
+    serve(driver, "b", prompt(LENGTH, 2))
+    assert begun[1] < room
+    driver.close()
+
+
 def test_a_store_without_idle_room_gets_no_more_than_before(tmp_path: Path) -> None:
     """Disks are not filled, and neither is a store whose objects all have a value."""
     model, tokens = model_of("falcon_h1"), prompt(LENGTH, 1)

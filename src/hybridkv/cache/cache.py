@@ -451,6 +451,8 @@ class Cache:
     ) -> None:
         if not self._prefixes.needs_checkpoints:
             return
+        if parting is not None and breakpoints:
+            parting = parting.after_breakpoints(breakpoints, self.block_tokens)
         places = self._placement.learn_parting(lease, parting)
         num_spare, num_likely = self._reclaimer.num_spare_checkpoints(), 1
         if places and not num_spare and not self._is_worth_keeping(lease, places[0]):

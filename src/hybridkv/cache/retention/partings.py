@@ -11,6 +11,7 @@ Memory is bounded: `_MOST_OPENINGS` first blocks, `_MOST_PARTINGS` partings of e
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _MOST_OPENINGS = 256
@@ -31,9 +32,21 @@ class Parting(NamedTuple):
 
     position: int
     start: int
-    """Where the earlier prompt had left others: a checkpoint in between would be new."""
+    """Where the earlier prompt had left others, or its last breakpoint: a checkpoint in between would be new."""
     end: int
     """Length of the earlier prompt; 0 if it ended before, or if several prompts go on from `position`."""
+
+    def after_breakpoints(self, breakpoints: Sequence[int], block_tokens: int) -> Parting | None:
+        """The parting, with the caller's breakpoints taken into account: a checkpoint is kept at each of them anyway.
+
+        Up to `position` both prompts have the same tokens, and so the same breakpoints. None if the prompt parts in the
+        block after one of them: no place would save anything.
+        """
+        aligned = (point // block_tokens * block_tokens for point in breakpoints)
+        start = max((point for point in aligned if point <= self.position), default=0)
+        if start <= self.start:
+            return self
+        return self._replace(start=start) if start < self.position else None
 
 
 class Place(NamedTuple):
