@@ -387,6 +387,25 @@ def test_unused_fills_go_before_all_others(policy: str) -> None:
     assert queue.num_spare == 0
 
 
+def test_bare_blocks_go_before_fills() -> None:
+    cache = sim(60, fill_tokens=8)
+    cache.serve(tokens(100, 0))
+    cache.serve(tokens(100, 1))
+    num_fills = len(unused(cache))
+    assert num_fills > 3
+    first = next(c for c in checkpoints(cache) if c.node is not None and c.position == 100)
+    node = first.node
+    assert node is not None
+    for checkpoint in reversed(list(node.checkpoints)):
+        cache.cache._reclaimer.evict_checkpoint(checkpoint)
+    num_left, num_blocks = len(unused(cache)), cache.cache.stats.blocks_evicted
+    assert 0 < num_left < num_fills
+    assert cache.cache._reclaimer._evict_spare({}, 1)
+    assert cache.cache.stats.blocks_evicted > num_blocks
+    assert len(unused(cache)) == num_left
+    cache.cache.check_integrity()
+
+
 @pytest.mark.parametrize("num_slabs", [60, 300])
 def test_as_long_as_a_fill_is_left_nothing_else_goes(num_slabs: int) -> None:
     """In the larger arena eight are evicted at a time."""

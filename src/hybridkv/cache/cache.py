@@ -138,7 +138,7 @@ class Cache:
             self._pins.expire()
         found = self._find(packed, key) if match is None else self._found_again(match.found, packed, key)
         lease, resume = self._placement.new_lease(key.root, packed, self._tap_groups(key.taps)), found.resume
-        parting = found.parting(self.block_tokens)
+        parting = found.parting(self.block_tokens) if self._prefixes.needs_checkpoints else None
         self._placement.attach(lease, found.path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, parting, breakpoints, store_room)

@@ -138,11 +138,7 @@ class EvictionQueue:
 
     def pop(self, now: int) -> tuple[Item, Rating | None] | None:
         """Remove and return the evictable item of least value, with its rating (None for a bare node)."""
-        while self._bare:
-            node, _ = self._bare.popitem(last=False)
-            if not node.gone and _may_go(node):
-                return node, None
-        popped = self._pop(self._spare_lanes, now) or self._pop(self._lanes, now)
+        popped = self.pop_spare(now) or self._pop(self._lanes, now)
         if popped is not None and popped[1] is not None and not popped[1].is_spare:
             value = self.policy.value(popped[1].lane, now - popped[0].last_used, self._oldest_age(now))
             self._price += (value - self._price) / _NUM_PRICES
@@ -160,7 +156,11 @@ class EvictionQueue:
         return Candidate(kind, True, turn, new_tokens, 0, start, end, self._checkpoint_bytes)
 
     def pop_spare(self, now: int) -> tuple[Item, Rating | None] | None:
-        """Remove and return an item that goes before all others, with its rating."""
+        """Remove and return an item that goes before all others, with its rating: a bare node, or else a spare item."""
+        while self._bare:
+            node, _ = self._bare.popitem(last=False)
+            if not node.gone and _may_go(node):
+                return node, None
         return self._pop(self._spare_lanes, now)
 
     def _pop(self, lanes: dict[Numbers, _Lane], now: int) -> tuple[Item, Rating | None] | None:
