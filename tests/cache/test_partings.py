@@ -555,6 +555,25 @@ def test_fill_at_the_end_of_a_step_evicts_no_end() -> None:
     assert kept_by[8] >= kept_by[None]
 
 
+@pytest.mark.parametrize("num_loaded", [8, 11, 12, 13, 15])
+def test_fill_at_the_end_of_a_step_is_not_kept_in_what_the_step_loads(num_loaded: int) -> None:
+    """A fill at the end, 16, is kept a block before it. Up to where the step loads, it computes no states."""
+    cache, prompt = sim(400, fill_tokens=8), tokens(60, 0)
+    lease = cache.cache.begin(prompt)
+    assert lease.wanted[16] is Kind.FILL
+    assert cache.extend(lease, 16, num_loaded=num_loaded) is not None
+    assert lease.step is not None
+    inside = [kept.position for kept in lease.step.kept]
+    assert inside == sorted(set(inside))
+    assert (12 in inside) == (num_loaded <= 12), "12 itself ends the load, so a checkpoint is kept there anyway"
+    cache.cache.commit(lease)
+    cache.cache.check_integrity()
+    assert cache.compute(lease)
+    cache.cache.release(lease)
+    cache.cache.check_integrity()
+    assert cache.serve(prompt[:14] + tokens(9, 1)) <= 12
+
+
 def test_a_used_fill_is_counted_once() -> None:
     policy = Recorder()
     cache, prompt = sim(80, fill_tokens=8, policy=policy), tokens(200, 0)

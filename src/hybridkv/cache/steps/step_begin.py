@@ -81,7 +81,7 @@ class StepBegin:
         kept = [p for p in lease.plan.ahead if first < p <= end]
         num_blocks = max(0, -(-end // self.block_tokens) - pages.num_blocks) if pages.named_tables else 0
         unseen = self._unseen_blocks(lease, num_blocks, first)
-        room = self._room_for(lease, num_blocks, True, kept, end, unseen, num_needed=int(is_inside))
+        room = self._room_for(lease, num_blocks, True, kept, end, unseen, num_needed=int(is_inside), loaded_to=first)
         if isinstance(room, NoRoom):
             return room
         if is_checkpoint:
@@ -125,10 +125,12 @@ class StepBegin:
         end: int,
         unseen: Sequence[int] = (),
         num_needed: int = 0,
+        loaded_to: int = 0,
     ) -> list[int] | NoRoom:
         """Make room for a step. Checkpoints inside it are optional: returns the positions that fit.
 
-        `num_needed`: number of states inside the step that are not optional.
+        `num_needed`: number of states inside the step that are not optional. `loaded_to`: end of what the step loads,
+        where no checkpoint can be kept.
         """
         if not self.state_groups or not lease.plan.has_fill:
             return self._firm_room(lease, num_blocks, may_cut, kept, end, unseen, num_needed)
@@ -137,7 +139,7 @@ class StepBegin:
         if end in fill:  # the next step could not write that state in place: take a block less
             fill.remove(end)
             before = end - self.block_tokens
-            if before > lease.computed and before not in lease.plan.wanted:
+            if before > max(lease.computed, loaded_to) and before not in lease.plan.wanted:
                 lease.plan.want(before, Kind.FILL)
                 fill.append(before)
         room = self._firm_room(lease, num_blocks, may_cut, firm, end, unseen, num_needed)
