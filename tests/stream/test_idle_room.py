@@ -131,7 +131,7 @@ def test_blocks_of_whole_stretches_are_never_spare(monkeypatch: pytest.MonkeyPat
 
 
 def begun_by(driver: StreamDriver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Of each object that the dumper is asked to write from now on: whether it is spare, and whether it is written."""
+    """Pairs for the objects that the dumper is asked to write from now on: is it spare, and is it written?"""
     dumper: Any = driver.streamer.mover._dumper
     begun: list[tuple[bool, bool]] = []
     begin = dumper.begin

@@ -9,8 +9,8 @@ from hybridkv.stream.catalogue import Catalogue
 from hybridkv.stream.requests import Progress
 
 _SPARE_STRETCHES = 16
-"""Of checkpoints on the grid in idle memory, those every so many stretches (4,096 tokens) fill idle room of a store: to
-copy a state takes some percent of the prefill of 512 tokens (docs/performance.md)."""
+"""Stretches (4,096 tokens) between checkpoints of the grid in idle memory that also fill idle room of a store: to copy
+a state takes some percent of the prefill of 512 tokens (docs/performance.md)."""
 
 
 class DumpPoint(NamedTuple):

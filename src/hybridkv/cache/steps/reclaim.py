@@ -127,7 +127,7 @@ class Reclaimer:
         return True
 
     def _evict_spare(self, needs: Needs, most: int) -> bool:
-        """Evict up to `most` items that go before all others. False if there is none."""
+        """Evict up to `most` items that go before all others, bare nodes included. False if there is none."""
         for number in range(most):
             popped = self.prefixes.queue.pop_spare(self.prefixes.history.clock)
             if popped is None:
