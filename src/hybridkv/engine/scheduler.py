@@ -112,10 +112,11 @@ class Scheduler:
         if step:
             budget = min(budget, self.pace.most_tokens)
         enough = min(budget, self.pace.enough_tokens)
-        self._admit(enough)
+        asked = self._admit(enough)
         if self.streaming is not None:
             for sample in self.waiting[:_LOOK_AHEAD]:
-                self.streaming.prefetch(sample)
+                if sample not in asked:
+                    self.streaming.prefetch(sample)
         self._ask_for_prompts()
         fed = 0
         for sample in [one for one in self.running if one.is_idle]:
@@ -125,8 +126,10 @@ class Scheduler:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def _admit(self, enough: int) -> None:
+    def _admit(self, enough: int) -> list[Sample]:
         """Admit waiting samples until they have `enough` tokens to compute. Admission takes no pages yet.
+
+        Returns the samples that wait for nothing but the store's answer: they load as soon as it comes.
 
         Each sample is matched once. The match decides whether it waits for another sample, what to look up in the
         store, and where it starts.
@@ -134,12 +137,13 @@ class Scheduler:
         Samples beyond `enough` are matched, too: if one shares a prefix with a prompt that is admitted now, that prompt
         must know before its step is scheduled that a checkpoint is wanted where the two diverge.
         """
+        asked: list[Sample] = []
         if self._is_full and self.running:
-            return
+            return asked
         unfed = sum(one.to_compute for one in self.running)
         for sample in self.waiting[:_LOOK_AHEAD]:
             if len(self.running) >= self.max_num_seqs:
-                return
+                break
             if sample.request.arrival is not None:
                 sample.match = None
                 self._start(sample)
@@ -149,10 +153,12 @@ class Scheduler:
             if is_someone_ahead and self._follows(sample, sample.match):
                 continue
             if self.streaming is not None and not self.streaming.is_ready(sample):
+                asked.append(sample)
                 continue
             if unfed < enough:
                 self._start(sample)
                 unfed += sample.to_compute
+        return asked
 
     def _follows(self, sample: Sample, match: Match) -> bool:
         """Whether another sample is computing this one's prefix and waiting for it pays off."""
