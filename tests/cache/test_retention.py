@@ -397,6 +397,19 @@ def test_the_more_idle_memory_the_denser_is_the_grid_in_it() -> None:
         assert [position for position, kind in kinds.items() if kind is Kind.GRID] == [512]
 
 
+def test_a_long_prompt_gets_no_more_checkpoints_in_idle_memory_than_a_short_one() -> None:
+    """Of a model with states. In the room of a store they are so far apart that it makes no difference."""
+    plan = make_plan(load_model("qwen3-next-80b-a3b"), PlanOptions(80 * 2**30))
+    policy = default_checkpoints(CacheLayout.from_plan(plan))
+    for prompt_tokens, spacing in ((4096, 512), (8192, 512), (8704, 512), (8705, 1024), (20_000, 2048), (60_000, 4096)):
+        facts = PromptFacts(prompt_tokens, 0, 0, (), 16, num_spare=2000)
+        filled = [position for position, kind in policy.positions(facts) if kind is Kind.FILL]
+        assert filled[1] - filled[0] == spacing, prompt_tokens
+        assert len(filled) <= 16
+        in_store = policy.positions(facts._replace(num_spare=0, store_room=2000))
+        assert [position for position, kind in in_store if kind is Kind.FILL][:1] in ([], [4096])
+
+
 def test_idle_room_of_a_store_adds_a_sparser_grid_and_changes_nothing_else() -> None:
     policy = PromptEndBranchesGrid(1000, fill_tokens=32)
     facts = PromptFacts(5000, 0, 0, (), 16, (320,))

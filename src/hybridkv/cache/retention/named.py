@@ -39,7 +39,9 @@ def named_policy(name: str, find_flops: Callable[[], Flops] | None = None) -> Ev
 
 _FILL_TOKENS = 512
 """The densest grid of checkpoints in idle memory. A checkpoint there costs only time: scans stop to write their states.
-With 512 tokens between them that is about 1% of a prefill (docs/performance.md)."""
+With 512 tokens between them that is 1 to 3% of a prefill (docs/performance.md)."""
+_MOST_FILLS = 16
+"""Of such checkpoints, one prompt gets so many: the longer it is, the less of it a denser grid would save."""
 _WINDOW_FILL_TOKENS = 128
 """The same for layouts without states, whose checkpoints write nothing."""
 
@@ -47,7 +49,8 @@ _WINDOW_FILL_TOKENS = 128
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """An affordable grid, and no checkpoint at a prompt end that closely follows a breakpoint of the caller."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    return PromptEndBranchesGrid(grid, near_tokens=grid // 16, fill_tokens=_fill_grid(layout))
+    most_fills = _MOST_FILLS if layout.state_groups else None  # windows cost no time: all their boundaries are kept
+    return PromptEndBranchesGrid(grid, grid // 16, _fill_grid(layout), most_fills)
 
 
 def _fill_grid(layout: CacheLayout) -> int:

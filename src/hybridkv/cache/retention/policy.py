@@ -165,14 +165,21 @@ class PromptEndBranchesGrid:
     known prefix, where later prompts will probably diverge, at the caller's breakpoints, on a sparse grid, and in idle
     memory on a grid that is the denser the more idle memory there is."""
 
-    def __init__(self, grid_tokens: int | None, near_tokens: int = 0, fill_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        grid_tokens: int | None,
+        near_tokens: int = 0,
+        fill_tokens: int | None = None,
+        most_fills: int | None = None,
+    ) -> None:
         """`near_tokens`: no checkpoint at a prompt's end or at a likely place this close behind a caller's breakpoint.
 
-        `fill_tokens`: the densest grid in idle memory.
+        `fill_tokens`: the densest grid in idle memory. `most_fills`: checkpoints that one prompt gets on it.
         """
         self.grid_tokens = grid_tokens
         self.near_tokens = near_tokens
         self.fill_tokens = fill_tokens
+        self.most_fills = most_fills
 
     def positions(self, facts: PromptFacts) -> Iterable[tuple[int, Kind]]:
         end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
@@ -203,6 +210,8 @@ class PromptEndBranchesGrid:
         most, spacing = room // _LEAST_SHARE, times * (self.fill_tokens or 0)
         if not spacing or not most:
             return 0
+        if self.most_fills is not None:
+            most = min(most, self.most_fills)
         while (end - facts.cached_tokens) // spacing > most:
             spacing *= 2
         return spacing if not self.grid_tokens or spacing < self.grid_tokens else 0
