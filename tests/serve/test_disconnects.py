@@ -146,10 +146,9 @@ def test_a_cancelled_async_client(served: Served) -> None:
 
 
 def test_timeouts_of_clients(served: Served) -> None:
+    body = {"prompt": prompt(20, 4), "max_tokens": LONG, "n": 8, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{served.url}/v1/completions", timeout=0.2, json={"prompt": prompt(20, 4), "max_tokens": LONG, "n": 8}
-        )
+        httpx.post(f"{served.url}/v1/completions", timeout=0.2, json=body)
     start = time.monotonic()
     assert eventually(lambda: not served.engine._core.has_work)
     assert time.monotonic() - start < 5

@@ -47,8 +47,8 @@ def record(served: Served, name: str, *, prompts: int = 1) -> dict[str, Any]:
 
 def test_a_whole_reply(served: Served) -> None:
     ids = prompt(40)
-    first = served.post("/v1/completions", prompt=ids, max_tokens=3).json()
-    second = served.post("/v1/completions", prompt=ids, max_tokens=3).json()
+    first = served.post("/v1/completions", prompt=ids, max_tokens=3, ignore_eos=True).json()
+    second = served.post("/v1/completions", prompt=ids, max_tokens=3, ignore_eos=True).json()
     cold, warm = (record(served, one["id"])["prompts"][0] for one in (first, second))
     assert cold["spans"] == [{"start": 0, "end": 40, "source": "computed"}]
     assert cold["why"][0]["code"] == "never_seen"
@@ -59,7 +59,7 @@ def test_a_whole_reply(served: Served) -> None:
 
 
 def test_a_stream_is_known_by_the_id_of_its_pieces(served: Served) -> None:
-    body = {"prompt": prompt(20), "max_tokens": 3, "stream": True}
+    body = {"prompt": prompt(20), "max_tokens": 3, "stream": True, "ignore_eos": True}
     lines = served.post("/v1/completions", **body).text.split("\n\n")
     [name] = {json.loads(line.removeprefix("data: "))["id"] for line in lines if line.startswith("data: {")}
     found = record(served, name)

@@ -25,9 +25,14 @@ from tests.store.servers.mooncake import MooncakeServer
 pytestmark = pytest.mark.skipif(mooncake.why_not() is not None, reason=str(mooncake.why_not()))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> None:
+    """Also for tests without a server, which may be the first of their process."""
+    mooncake.make_importable()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
-    mooncake.make_importable()
     with MooncakeServer(tmp_path_factory.mktemp("mooncake")) as server:
         yield server
 
