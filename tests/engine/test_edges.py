@@ -14,7 +14,7 @@ import pytest
 from hybridkv import Engine, SamplingParams
 from hybridkv.cache import could_fit
 from hybridkv.engine import EngineError
-from hybridkv.engine.loop import EngineLoop
+from hybridkv.engine.loop import EngineLoop, Submission
 from hybridkv.errors import ConfigError, HybridKVError, RequestError
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drive import GREEDY, Driver, memory_for
@@ -218,9 +218,9 @@ def test_a_request_that_was_still_in_the_inbox_hears_of_a_failure(monkeypatch: p
     core = SlowCore()
     told: list[Any] = []
     loop = EngineLoop(core)  # type: ignore[arg-type]
-    loop.add("first", nothing, core.add)
+    loop.add([Submission("first", nothing, core.add)])
     core.entered.wait(10)
-    loop.add("second", told.append, core.add)
+    loop.add([Submission("second", told.append, core.add)])
     core.go.set()
     loop.close()
     assert [type(one) for one in told] == [EngineError]
@@ -235,9 +235,9 @@ def test_a_listener_that_has_gone_keeps_nobody_from_hearing_of_a_failure(monkeyp
         raise RuntimeError("Event loop is closed")
 
     loop = EngineLoop(core)  # type: ignore[arg-type]
-    loop.add("first", gone, core.add)
+    loop.add([Submission("first", gone, core.add)])
     core.entered.wait(10)
-    loop.add("second", told.append, core.add)
+    loop.add([Submission("second", told.append, core.add)])
     core.go.set()
     loop.close()
     assert [type(one) for one in told] == [EngineError]
@@ -250,7 +250,7 @@ def test_a_request_that_is_refused_when_it_starts_is_told_and_others_go_on() -> 
         raise RequestError("request id 'x' is in use")
 
     loop = EngineLoop(SlowCore())  # type: ignore[arg-type]
-    loop.add("x", told.append, refuse)
+    loop.add([Submission("x", told.append, refuse)])
     loop.call(lambda: None)
     loop.close()
     assert [str(one) for one in told] == ["request id 'x' is in use"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,15 @@ def test_the_second_sibling_resumes_at_a_breakpoint(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "falcon_h1"])
 def test_a_burst_of_siblings_computes_the_prefix_once(family: str) -> None:
+    """However slow the caller's thread is: the first step knows all of them."""
+
+    def slow_numbers() -> Iterator[int]:
+        for number in range(8):
+            time.sleep(0.02)
+            yield number
+
     with engine_of(family) as engine:
+        engine._numbers = slow_numbers()  # type: ignore[assignment]
         results = engine.generate(siblings(8), BRIEF, progress=False)
         assert sorted(result.cached_tokens for result in results) == [0] + [SHARED] * 7
         assert engine._core.computed_tokens == SHARED + 8 * (OWN + 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ def engine(hybrid: Any) -> Iterator[Engine]:
     with Engine(hybrid, memory="4MiB", device="cpu") as started:
         yield started
         started.check_integrity()
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(20)
 
 
 def record_of(engine: Engine, ids: list[int] | Prompt, params: SamplingParams = SHORT) -> RequestRecord:
@@ -257,6 +263,28 @@ def test_an_id_of_a_running_request_is_refused(engine: Engine) -> None:
         await first.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(twice())
+
+
+def test_a_batch_with_an_id_in_use_is_refused_and_the_request_that_has_it_continues(engine: Engine) -> None:
+    engine._numbers, gate = itertools.count(1000), threading.Event()
+    engine._loop.post(lambda: wait_for(gate))  # nothing runs until both have been submitted
+
+    async def beside() -> list[str | None]:
+        return [
+            update.finish_reason async for update in engine.stream(prompt(40, 35), SHORT, request_id="request-1001")
+        ]
+
+    async def both() -> list[str | None]:
+        running = asyncio.create_task(beside())
+        while "request-1001" not in engine._loop._sinks:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="'request-1001' is in use"):
+            engine.generate([prompt(40, 36), prompt(40, 37)], SHORT, progress=False)
+        gate.set()
+        return await running
+
+    assert asyncio.run(both())[-1] == "length"
+    assert not engine._loop._sinks
 
 
 def test_a_preempted_request_says_so(hybrid: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import hybridkv.engine.engine
 from hybridkv import Engine, Prompt, SamplingParams
+from hybridkv.engine.loop import Submission
 from hybridkv.engine.sampling.sampler import Sampled
 from hybridkv.errors import RequestError
 from tests.engine.checkpoints import save_checkpoint
@@ -178,7 +179,7 @@ def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:
     def add() -> None:
         engine._core.add("deaf", Prompt(prompt(9, 1)), replace(GREEDY, max_tokens=400))
 
-    engine._loop.add("deaf", gone, add)
+    engine._loop.add([Submission("deaf", gone, add)])
     engine.generate(prompt(9, 2), GREEDY, progress=False)
     assert not engine._core.has_work
 

@@ -185,8 +185,10 @@ def test_an_abort_of_a_late_request_frees_its_pages_at_once(family: str) -> None
 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_late_load_that_never_comes_times_out(family: str) -> None:
-    driver = LateDriver(family, streamer_options={"load_timeout_s": 0.3})
+    driver = LateDriver(family)
     driver.begin()
+    [load] = driver.streamer.mover._loads
+    load._deadline = time.monotonic()
     driver.run()
     assert driver.results["late"].cached_tokens == 0
     assert driver.stats.failures == {"timeout": 1}

@@ -24,7 +24,7 @@ from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.inspection.inspection import Inspection
 from hybridkv.engine.loading.checkpoint import choose_device, load
 from hybridkv.engine.loading.identity import model_identity
-from hybridkv.engine.loop import EngineLoop
+from hybridkv.engine.loop import EngineLoop, Sink, Submission
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
 from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import LayerObserver
@@ -180,23 +180,26 @@ class Engine:
 
         `sampling_params`: one for all prompts, or one for each. `cache_salt`: requests with different salts share no
         cached data. `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`.
-        Bad prompts and parameters are refused before any request starts.
+        Bad prompts and parameters are refused before any request starts. All requests start together: what their
+        prompts share is computed once.
         """
         asked = as_list(prompts)
         remote = self.check_transfer(kv_transfer_params, len(asked))
         chosen = one_each(sampling_params, len(asked))
         requests, key = self._checked(asked, chosen), lookup_key(cache_salt)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
-        ids: list[str] = []
+        submitted = [
+            self._submission(prompt, params, key, news.put, remote)
+            for prompt, params in zip(requests, chosen, strict=True)
+        ]
+        self._loop.add(submitted)
         try:
-            for prompt, one in zip(requests, chosen, strict=True):
-                ids.append(self._submit(prompt, one, key, news.put, remote))
-            results = collect(news, len(ids), progress)
+            results = collect(news, len(submitted), progress)
         except BaseException:
-            for request_id in ids:
-                self._loop.abort(request_id)
+            for one in submitted:
+                self._loop.abort(one.request_id)
             raise
-        return [results[request_id] for request_id in ids]
+        return [results[one.request_id] for one in submitted]
 
     @refuses_old_names
     async def stream(
@@ -225,7 +228,8 @@ class Engine:
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        request_id = self._submit(ready, chosen, key, sink, remote, request_id)
+        submitted = self._submission(ready, chosen, key, sink, remote, request_id)
+        self._loop.add([submitted])
         done = False
         try:
             while not done:
@@ -236,7 +240,7 @@ class Engine:
                 yield update
         finally:
             if not done:
-                self._loop.abort(request_id)
+                self._loop.abort(submitted.request_id)
 
     def prepare(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> Prompt:
         """Tokenize a prompt. `generate` and `stream` call this themselves; a long text may take a while.
@@ -383,19 +387,17 @@ class Engine:
             raise RequestError(f"{self.model_name} has no tokenizer here: pass token ids, or tokenizer= to the engine")
         return self.tokenizer
 
-    def _submit(
+    def _submission(
         self,
         prompt: Prompt,
         params: SamplingParams,
         key: LookupKey,
-        sink: Any,
+        sink: Sink,
         remote: RemoteDecode | RemotePrefill | None = None,
         request_id: str | None = None,
-    ) -> str:
-        if request_id is None:
-            request_id = f"request-{next(self._numbers)}"
-        self._loop.add(request_id, sink, lambda: self._core.add(request_id, prompt, params, key, remote))
-        return request_id
+    ) -> Submission:
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote))
 
     def _tend_link(self) -> None:
         """The link has news for the engine's thread."""

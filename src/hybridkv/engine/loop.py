@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.loading.host import flush_denormals
@@ -22,6 +22,14 @@ _POLL_S = 0.02
 
 Sink = Callable[[Update | HybridKVError], None]
 """Called on the engine's thread: must not block. An error is the last call."""
+
+
+class Submission(NamedTuple):
+    request_id: str
+    sink: Sink
+    """Gets every update."""
+    add: Callable[[], None]
+    """Adds the request to the core."""
 
 
 class EngineLoop:
@@ -42,23 +50,28 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="hybridkv-engine", daemon=True)
         self._thread.start()
 
-    def add(self, request_id: str, sink: Sink, add: Callable[[], None]) -> None:
-        """Queue a request: `add` runs on the engine's thread, then `sink` gets every update."""
+    def add(self, requests: Sequence[Submission]) -> None:
+        """Queue requests. The engine's thread adds all of them before its next step, so that they share prefixes."""
 
         def start() -> None:
-            try:
-                add()
-            except Exception as error:  # other requests continue
-                self._sinks.pop(request_id, None)
-                refused = error if isinstance(error, HybridKVError) else RequestError(f"cannot be served: {error!r}")
-                _tell(sink, refused)
+            for one in requests:
+                self._start(one)
 
         with self._door:
             self.check_alive()
-            if request_id in self._sinks:
-                raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
-            self._sinks[request_id] = sink
+            for one in requests:
+                if one.request_id in self._sinks:
+                    raise RequestError(f"request id {one.request_id!r} is in use: choose another, or leave it out")
+            self._sinks.update((one.request_id, one.sink) for one in requests)
             self._submit(start)
+
+    def _start(self, one: Submission) -> None:
+        try:
+            one.add()
+        except Exception as error:  # other requests continue
+            self._sinks.pop(one.request_id, None)
+            refused = error if isinstance(error, HybridKVError) else RequestError(f"cannot be served: {error!r}")
+            _tell(one.sink, refused)
 
     def abort(self, request_id: str) -> None:
         self._submit(lambda: self._deliver(self._core.abort(request_id)))
