@@ -83,7 +83,9 @@ class Reclaimer:
             num_evicted += 1
         # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts,
         # and nothing of value while there is idle memory.
-        if not self._evict_spare(needs, self._num_ahead):
+        if self.prefixes.queue.num_spare:
+            self._evict_spare(needs, self._num_ahead)
+        else:
             for _ in range(self._num_ahead):
                 if not self.evict_least(needs):
                     break
