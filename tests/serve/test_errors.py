@@ -85,7 +85,7 @@ def test_a_bug_is_answered_too(served: Served, monkeypatch: pytest.MonkeyPatch) 
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    for name in ("prepare", "check", "_submit"):
+    for name in ("prepare", "check", "_submission"):
         with monkeypatch.context() as patch:
             patch.setattr(served.engine, name, broken)
             error = error_of(served.post(COMPLETIONS, prompt="x"), 500)
