@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -22,7 +23,7 @@ from hybridkv.store import (
     TieredStore,
     WritePolicy,
 )
-from hybridkv.store.eviction import spare_limit
+from hybridkv.store.eviction import Evictable, ranked, spare_limit
 from tests.store.faulty import Fault, FaultyStore, Kind
 from tests.store.samples import load, name_of, rows_of, save
 
@@ -256,6 +257,41 @@ def test_a_spare_object_gives_way_from_the_very_beginning(monkeypatch: pytest.Mo
     assert held(store) == [0, 2]
     writer.abort()
     assert (store.stats.evicted, store.stats.nbytes) == (0, 2 * ONE)
+
+
+def test_without_memory_for_a_spare_object_others_are_still_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = store_of(4)
+    store = Guarded(inner, clock=lambda: 0.0)
+    allocate = np.empty
+
+    def refuse(*args: Any) -> Any:
+        if args[0]:
+            raise MemoryError
+        return allocate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridkv.store.memory.np.empty", refuse)
+        assert not fill(store, name_of(0))
+    assert (inner.stats.nbytes, inner.stats.spare_bytes, inner.idle_bytes) == (0, 0, spare_limit(inner.size))
+    assert save(store, name_of(1), [4096])
+    assert store.stats.skipped == 0
+
+
+def test_a_spare_object_that_evicts_others_looks_at_no_normal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of many objects does not stop while it chooses what goes for a spare one."""
+    store, looked_at = store_of(60), list[int]()
+
+    def count(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
+        looked_at.append(len(candidates))
+        return ranked(candidates, now)
+
+    for number in range(50):
+        save(store, name_of(number), [4096])
+    for number in range(50, 80):
+        fill(store, name_of(number))
+    monkeypatch.setattr("hybridkv.store.memory.ranked", count)
+    assert fill(store, name_of(80))
+    assert looked_at == [store.stats.spare_bytes // ONE] == [8]
 
 
 def test_threads_that_fill_cost_no_normal_object() -> None:

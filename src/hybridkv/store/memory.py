@@ -46,6 +46,8 @@ class MemoryBlobs(Blobs):
         self._descriptions: dict[str, dict[str, str]] = {}
         self._used = 0
         """Bytes of entries, including those that are being written."""
+        self._spare: dict[ObjectName, _Entry] = {}
+        """The spare ones of `_entries`: a spare object that evicts others looks at no more."""
         self._spare_pending: set[_Entry] = set()
         """Spare entries that are being written."""
 
@@ -71,7 +73,7 @@ class MemoryBlobs(Blobs):
         with self._lock:
             if name in self._entries:
                 if not is_spare:
-                    self._firm(self._entries[name])
+                    self._firm(name)
                 return None
             gone = self._make_room(nbytes, is_spare)
             fits = self._used + nbytes <= (spare_limit(self.size) if is_spare else self.size)
@@ -88,6 +90,8 @@ class MemoryBlobs(Blobs):
             entry.data = np.empty(nbytes, np.uint8)
         except MemoryError:
             self.discard(entry)
+            if is_spare:  # no room is idle
+                return None
             raise StoreFault(f"{name}: no {nbytes:,} bytes of memory left") from None
         return PendingMemoryBlob(self, name, entry)
 
@@ -97,14 +101,16 @@ class MemoryBlobs(Blobs):
             if name in self._entries:
                 self._give_back(entry)
                 if not entry.is_spare:
-                    self._firm(self._entries[name])
+                    self._firm(name)
                 return False
             if entry.is_cancelled:
                 return False
             self._spare_pending.discard(entry)
             entry.used_at = self._clock()
             self._entries[name] = entry
-            self.spare_bytes += entry.nbytes if entry.is_spare else 0
+            if entry.is_spare:
+                self._spare[name] = entry
+                self.spare_bytes += entry.nbytes
             return True
 
     def discard(self, entry: _Entry) -> None:
@@ -133,7 +139,7 @@ class MemoryBlobs(Blobs):
             for name in names:
                 if name in self._entries:
                     self._entries[name].used_at = now
-                    self._firm(self._entries[name])
+                    self._firm(name)
 
     def describe(self, namespace: str, info: Mapping[str, str]) -> None:
         with self._lock:
@@ -189,9 +195,10 @@ class MemoryBlobs(Blobs):
             self._spare_pending.discard(entry)
             self._used -= entry.nbytes
 
-    def _firm(self, entry: _Entry) -> None:
-        """Turn a spare entry into a normal one."""
-        if entry.is_spare:
+    def _firm(self, name: ObjectName) -> None:
+        """Turn the entry of that name into a normal one, if it is spare."""
+        entry = self._spare.pop(name, None)
+        if entry is not None:
             entry.is_spare = False
             self.spare_bytes -= entry.nbytes
 
@@ -201,8 +208,7 @@ class MemoryBlobs(Blobs):
             return []
         candidates = [
             Evictable(name, entry.nbytes, entry.used_at, entry.value, entry.position, entry.is_spare)
-            for name, entry in self._entries.items()
-            if entry.is_spare or nbytes > self.spare_bytes
+            for name, entry in (self._spare if nbytes <= self.spare_bytes else self._entries).items()
         ]
         gone = []
         for one in chosen(ranked(candidates, self._clock()), nbytes):
@@ -224,7 +230,8 @@ class MemoryBlobs(Blobs):
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._used -= entry.nbytes
-            self.spare_bytes -= entry.nbytes if entry.is_spare else 0
+            if self._spare.pop(name, None) is not None:
+                self.spare_bytes -= entry.nbytes
         return entry
 
 
