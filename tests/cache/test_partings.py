@@ -344,6 +344,26 @@ def test_nothing_is_evicted_for_checkpoints_in_idle_memory(policy: str) -> None:
     assert caches[1].cache.stats.checkpoints_evicted > 100
 
 
+@pytest.mark.parametrize("num_before", [0, 40], ids=["empty", "filled"])
+def test_a_fill_takes_no_page_that_another_prompt_of_the_same_step_needs(num_before: int) -> None:
+    """A burst of prompts that fits into one step without fills fits with them, whatever memory held before."""
+    num_filled = 0
+    for num_slabs in range(60, 240, 6):
+        fitting = []
+        for fill_tokens in (None, 8):
+            cache = sim(num_slabs, fill_tokens=fill_tokens)
+            for number in range(num_before):
+                cache.serve(tokens(60, 1000 + number))
+            leases = [cache.cache.begin(tokens(100 + number, number)) for number in range(12)]
+            fitting.append([cache.extend(lease, lease.num_tokens) is not None for lease in leases])
+            cache.cache.check_integrity()
+            if fill_tokens:
+                steps = [lease.step for lease in leases if lease.step is not None]
+                num_filled += any(len(step.kept) > 1 for step in steps)
+        assert sum(fitting[1]) >= sum(fitting[0]), num_slabs
+    assert num_filled > 3
+
+
 def test_no_end_goes_for_a_fill_that_was_planned_while_there_was_room() -> None:
     cache = sim(40, fill_tokens=8)
     long = cache.cache.begin(tokens(120, 0))

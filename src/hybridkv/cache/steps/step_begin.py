@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.tree import PathNode, State, null_pages
 from hybridkv.cache.retention.policy import Kind
+from hybridkv.cache.steps import footprint
+from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.lease import InFlight, Kept, Lease
 from hybridkv.cache.steps.lease_pages import LeasePages
 from hybridkv.cache.steps.placement import Placement
@@ -146,12 +148,33 @@ class StepBegin:
         if isinstance(room, NoRoom) or not fill:
             return room
         num_needed += sum(position < end for position in room)
-        fresh, needs = self._fresh_states(lease, may_cut), self.placement.needs
+        fresh, promised = self._fresh_states(lease, may_cut), self._promised(lease)
+
+        def with_fill(count: int) -> Needs:
+            return footprint.add(self.placement.needs(lease, num_blocks, fresh, num_needed + count, unseen), promised)
+
         num_fit = len(fill)
-        self.reclaimer.make_spare_room(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen), num_fit)
-        while num_fit and not self.arena.fits(needs(lease, num_blocks, fresh, num_needed + num_fit, unseen)):
+        num_states = num_fit + sum(promised.get(pool, 0) for pool in self.groups.state_pools)
+        self.reclaimer.make_spare_room(with_fill(num_fit), num_states)
+        while num_fit and not self.arena.fits(with_fill(num_fit)):
             num_fit -= 1
         return sorted([*room, *fill[len(fill) - num_fit :]])
+
+    def _promised(self, lease: Lease) -> Needs:
+        """Pages that the other running requests need for the tokens they have, which may be in the same step.
+
+        Memory that waits for them is not idle: a page taken by a step in flight cannot be evicted for them.
+        """
+        promised: Needs = {}
+        for other in self.running.leases.values():
+            if other is lease or other.step is not None or other.is_pin:
+                continue
+            pages, num_kept = other.pages, int(bool(other.plan.ahead))
+            num_blocks = -(-other.num_tokens // self.block_tokens) - pages.num_blocks if pages.named_tables else 0
+            if num_blocks > 0 or num_kept:
+                fresh = self._fresh_states(other, may_cut=False)
+                promised = footprint.add(promised, self.placement.needs(other, max(0, num_blocks), fresh, num_kept))
+        return promised
 
     def _firm_room(
         self,
