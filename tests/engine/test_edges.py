@@ -252,6 +252,7 @@ def test_a_request_that_is_refused_when_it_starts_is_told_and_others_go_on() -> 
     loop = EngineLoop(SlowCore())  # type: ignore[arg-type]
     loop.add([Submission("x", told.append, refuse)])
     loop.call(lambda: None)
+    assert not loop._sinks, "its id is free again"
     loop.close()
     assert [str(one) for one in told] == ["request id 'x' is in use"]
 

@@ -160,16 +160,34 @@ def test_a_token_sampled_from_wrong_pages_does_not_count(n: int, monkeypatch: py
     assert driver.core.computed_tokens == 2 * 40 + 5 * n
 
 
-def test_an_interrupted_generate_aborts_what_it_asked_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(news: queue.SimpleQueue[Any], count: int, progress: bool) -> Any:
+@pytest.mark.parametrize("when", ["before they are queued", "as soon as they are queued", "while they run"])
+def test_an_interrupted_generate_aborts_what_it_asked_for(
+    when: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = engine._loop._submit
+
+    def before(call: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def after(call: Any) -> None:
+        monkeypatch.undo()
+        submit(call)
+        raise KeyboardInterrupt
+
+    def later(news: queue.SimpleQueue[Any], count: int, progress: bool) -> Any:
         news.get()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hybridkv.engine.engine, "collect", interrupted)
+    if when == "while they run":
+        monkeypatch.setattr(hybridkv.engine.engine, "collect", later)
+    else:
+        monkeypatch.setattr(engine._loop, "_submit", before if when == "before they are queued" else after)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9, 1), prompt(9, 2)], replace(GREEDY, max_tokens=400), progress=False)
     engine.check_integrity()
     assert not engine._core.has_work
+    assert not engine._loop._sinks
 
 
 def test_a_request_that_nobody_listens_to_is_aborted(engine: Engine) -> None:

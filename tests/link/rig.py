@@ -103,8 +103,13 @@ class Rig:
 
     def abort(self) -> None:
         """Abort all requests."""
-        for request_id in list(self.engine._core._requests):
-            self.engine._loop.abort(request_id)
+        loop, core = self.engine._loop, self.engine._core
+
+        def abort_all() -> None:
+            for request_id in list(core._requests):
+                loop._deliver(core.abort(request_id))
+
+        loop.post(abort_all)
 
     # --- state --------------------------------------------------------------------------------------------------------
 

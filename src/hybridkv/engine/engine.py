@@ -192,12 +192,11 @@ class Engine:
             self._submission(prompt, params, key, news.put, remote)
             for prompt, params in zip(requests, chosen, strict=True)
         ]
-        self._loop.add(submitted)
         try:
+            self._loop.add(submitted)
             results = collect(news, len(submitted), progress)
         except BaseException:
-            for one in submitted:
-                self._loop.abort(one.request_id)
+            self._loop.abort(submitted)
             raise
         return [results[one.request_id] for one in submitted]
 
@@ -240,7 +239,7 @@ class Engine:
                 yield update
         finally:
             if not done:
-                self._loop.abort(submitted.request_id)
+                self._loop.abort([submitted])
 
     def prepare(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> Prompt:
         """Tokenize a prompt. `generate` and `stream` call this themselves; a long text may take a while.

@@ -73,8 +73,16 @@ class EngineLoop:
             refused = error if isinstance(error, HybridKVError) else RequestError(f"cannot be served: {error!r}")
             _tell(one.sink, refused)
 
-    def abort(self, request_id: str) -> None:
-        self._submit(lambda: self._deliver(self._core.abort(request_id)))
+    def abort(self, requests: Sequence[Submission]) -> None:
+        """Abort those of these requests that are running. If `add` refused them, others may have their ids."""
+
+        def stop() -> None:
+            for one in requests:
+                if self._sinks.get(one.request_id) is one.sink:
+                    self._deliver(self._core.abort(one.request_id))
+                    self._sinks.pop(one.request_id, None)  # `add` may have been interrupted before the core knew it
+
+        self._submit(stop)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps, and return its result."""
