@@ -76,6 +76,8 @@ def test_as_many_go_as_are_needed() -> None:
     assert chosen(ten, 0) == []
     assert with_slack(0, 6400, is_told=False) == with_slack(-5, 6400, is_told=True) == 0
     assert with_slack(5, 6400, is_told=False) == 105
+    for spare_bytes, freed in ((4, 105), (5, 5), (60, 60), (500, 105)):
+        assert with_slack(5, 6400, is_told=False, spare_bytes=spare_bytes) == freed
 
 
 def test_values_that_overflow_together_are_ranked() -> None:

@@ -179,6 +179,7 @@ def test_a_spare_object_that_is_being_written_gives_way() -> None:
         assert save(store, name_of(2), [4096])
         assert held(store) == [0, 2]
         assert (store.stats.evicted, store.stats.dropped) == (0, 0)
+        assert not len(writer._pending_blob._entry.data), "its memory is free at once"  # type: ignore[attr-defined]
         writer.write(0, [memoryview(rows_of(name_of(1), [4096])[0])])
         if end == "commit":
             assert not writer.commit()
@@ -188,6 +189,16 @@ def test_a_spare_object_that_is_being_written_gives_way() -> None:
         store.delete([name_of(2)])
     assert store.idle_bytes == spare_limit(store.size) - ONE
     assert fill(store, name_of(3))
+
+
+def test_of_two_equal_spare_objects_one_is_kept_and_stays_spare() -> None:
+    store = store_of(3)
+    writers = [store.create_spare(name_of(0), [4096], value=1.0, position=1) for _ in range(2)]
+    for writer, is_kept in zip(writers, (True, False), strict=True):
+        assert writer is not None
+        writer.write(0, [memoryview(rows_of(name_of(0), [4096])[0])])
+        assert writer.commit() == is_kept
+    assert (store.stats.nbytes, store.stats.spare_bytes) == (ONE, ONE)
 
 
 def test_no_normal_object_goes_for_a_spare_one_when_the_store_shrinks() -> None:
@@ -277,9 +288,11 @@ def test_without_memory_for_a_spare_object_others_are_still_written(monkeypatch:
     assert store.stats.skipped == 0
 
 
-def test_a_spare_object_that_evicts_others_looks_at_no_normal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_for_spare_objects_looks_at_no_normal_ones_and_not_at_each_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A store of many objects does not stop while it chooses what goes for a spare one."""
-    store, looked_at = store_of(60), list[int]()
+    store, looked_at = store_of(320), list[int]()
 
     def count(candidates: Sequence[Evictable], now: float) -> list[Evictable]:
         looked_at.append(len(candidates))
@@ -287,11 +300,12 @@ def test_a_spare_object_that_evicts_others_looks_at_no_normal_ones(monkeypatch: 
 
     for number in range(50):
         save(store, name_of(number), [4096])
-    for number in range(50, 80):
-        fill(store, name_of(number))
+    for number in range(50, 310):
+        assert fill(store, name_of(number))
     monkeypatch.setattr("hybridkv.store.memory.ranked", count)
-    assert fill(store, name_of(80))
-    assert looked_at == [store.stats.spare_bytes // ONE] == [8]
+    for number in range(310, 340):
+        assert fill(store, name_of(number))
+    assert looked_at == [260] * 5, "a 64th of the store is freed at a time: six objects"
 
 
 def test_threads_that_fill_cost_no_normal_object() -> None:

@@ -82,10 +82,13 @@ def spare_limit(size: int) -> int:
     return size - size // 32
 
 
-def with_slack(excess: int, size: int, *, is_told: bool) -> int:
+def with_slack(excess: int, size: int, *, is_told: bool, spare_bytes: int = 0) -> int:
     """Number of bytes to free when a store is `excess` bytes over its limit: more, so that not every write evicts.
 
-    `is_told`: evicted objects go to an eviction hook, which takes a limited number of bytes at once.
+    `is_told`: evicted objects go to an eviction hook, which takes a limited number of bytes at once. `spare_bytes`:
+    bytes of spare objects. If they suffice, no other object goes for the slack.
     """
-    slack = min(size // 64, MOST_TOLD_BYTES) if is_told else size // 64
-    return excess + slack if excess > 0 else 0
+    if excess <= 0:
+        return 0
+    freed = excess + (min(size // 64, MOST_TOLD_BYTES) if is_told else size // 64)
+    return min(freed, spare_bytes) if excess <= spare_bytes else freed

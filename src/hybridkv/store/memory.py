@@ -47,7 +47,7 @@ class MemoryBlobs(Blobs):
         self._used = 0
         """Bytes of entries, including those that are being written."""
         self._spare: dict[ObjectName, _Entry] = {}
-        """The spare ones of `_entries`: a spare object that evicts others looks at no more."""
+        """The spare ones of `_entries`, so that eviction for a spare object need not look at the others."""
         self._spare_pending: set[_Entry] = set()
         """Spare entries that are being written."""
 
@@ -171,23 +171,19 @@ class MemoryBlobs(Blobs):
 
     def _make_room(self, nbytes: int, is_spare: bool) -> list[tuple[ObjectName, _Entry]]:
         """Evict as far as an object of `nbytes` may ask for it. Returns the evicted objects."""
-        if is_spare:
-            fits = nbytes <= self.idle_bytes
-            return self._evict(self._used + nbytes - spare_limit(self.size)) if fits else []
-        excess = self._used + nbytes - self.size
-        if nbytes > self.size:
+        if nbytes > (self.idle_bytes if is_spare else self.size):
             return []
-        if excess > self.spare_bytes:
+        limit = spare_limit(self.size) if is_spare else self.size
+        if self._used + nbytes - limit > self.spare_bytes:
             self._cancel_spare()
-            excess = self._used + nbytes - self.size
-        slack = with_slack(excess, self.size, is_told=self.on_evict is not None)
-        return self._evict(min(slack, self.spare_bytes) if excess <= self.spare_bytes else slack)
+        excess, is_told = self._used + nbytes - limit, self.on_evict is not None
+        return self._evict(with_slack(excess, self.size, is_told=is_told, spare_bytes=self.spare_bytes))
 
     def _cancel_spare(self) -> None:
         """Free the room of all spare entries that are being written: they are not published."""
         for entry in list(self._spare_pending):
             self._give_back(entry)
-            entry.is_cancelled = True
+            entry.is_cancelled, entry.data = True, np.empty(0, np.uint8)
 
     def _give_back(self, entry: _Entry) -> None:
         """Free the room of an entry that is being written, unless that was done when it was cancelled."""
@@ -256,7 +252,9 @@ class PendingMemoryBlob(PendingBlob):
         self._entry = entry
 
     def write_at(self, offset: int, buffers: Buffers) -> None:
-        gather(self._entry.data.data[offset : offset + total(buffers)], buffers)
+        data = self._entry.data
+        if len(data):  # else it was cancelled
+            gather(data.data[offset : offset + total(buffers)], buffers)
 
     def publish(self) -> bool:
         return self._blobs.add(self._name, self._entry)

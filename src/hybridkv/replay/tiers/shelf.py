@@ -71,12 +71,8 @@ class Shelf:
             return
         if is_spare and nbytes > self.idle_bytes:
             return
-        if is_spare:
-            self._evict(self.used_bytes + nbytes - spare_limit(self.size_bytes), now)
-        else:
-            excess = self.used_bytes + nbytes - self.size_bytes
-            slack = with_slack(excess, self.size_bytes, is_told=False)
-            self._evict(min(slack, self.spare_bytes) if excess <= self.spare_bytes else slack, now)
+        excess = self.used_bytes + nbytes - (spare_limit(self.size_bytes) if is_spare else self.size_bytes)
+        self._evict(with_slack(excess, self.size_bytes, is_told=False, spare_bytes=self.spare_bytes), now)
         slot = self._slots[group][key] = self._take_slot(key)
         self._groups[slot], self._positions[slot], self._sizes[slot] = group, position, nbytes
         self._used_at[slot], self._is_spare[slot] = now, is_spare
