@@ -26,7 +26,7 @@ LOG = logging.getLogger("hybridkv.stream")
 
 _THREADS = 2
 _SPARE_SHARE = 64
-"""Spare objects that wait to be written take one part in so many of the store's idle room."""
+"""Spare objects that wait to be written take at most the store's idle room divided by this."""
 _STALL_S = 3.0
 """`close` gives up on a store that has taken no row for this long."""
 

@@ -14,8 +14,8 @@ from hybridkv.cache.stats import CacheStats
 from hybridkv.cache.steps.footprint import Needs
 from hybridkv.cache.steps.running import Pinned, Running
 
-_MANY_PAGES = 32
-"""Up to this many pages a Python loop is faster than numpy."""
+_LONG_TABLE = 32
+"""Pages of a table from which numpy finds those of a slab faster than a Python loop."""
 
 
 class Compactor:
@@ -64,7 +64,7 @@ def _relocate(tables: Sequence[Pages | None], groups: Sequence[int], slab: Slab,
         pages = tables[group]
         if pages is None:
             continue
-        if len(pages) <= _MANY_PAGES:
+        if len(pages) <= _LONG_TABLE:
             pages[:] = make_pages(moved.get(page, page) for page in pages)
             continue
         size, numbers = slab.pool.pages_per_slab, as_numbers(pages)

@@ -41,7 +41,7 @@ _FILL_TOKENS = 512
 """The densest grid of checkpoints in idle memory. A checkpoint there costs only time: scans stop to write their states.
 With 512 tokens between them that is 1 to 3% of a prefill (docs/performance.md)."""
 _MOST_FILLS = 16
-"""Of such checkpoints, one prompt gets so many: the longer it is, the less of it a denser grid would save."""
+"""Most checkpoints of that grid in one prompt: in a long prompt, a denser grid would save little more."""
 _WINDOW_FILL_TOKENS = 128
 """The same for layouts without states, whose checkpoints write nothing."""
 

@@ -157,7 +157,7 @@ def quarter_octave(value: float) -> int:
 _LEAST_SHARE = 8
 """One prompt takes at most this part of the idle memory, and of the idle room of a store: one eighth."""
 _STORE_TIMES = 8
-"""Checkpoints for a store alone are so many times as far apart: to copy states takes longer (docs/performance.md)."""
+"""The grid for a store alone is this many times sparser: copies of states take longer (docs/performance.md)."""
 
 
 class PromptEndBranchesGrid:
