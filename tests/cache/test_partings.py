@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -30,8 +30,14 @@ def tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(32000), k=count)
 
 
-def sim(num_slabs: int, *, fill_tokens: int | None = None, policy: str | EvictionPolicy = "reuse") -> Sim:
-    layout = CacheLayout.of([FULL, STATE], block_tokens=BLOCK_TOKENS, num_slabs=num_slabs, kv_bytes_per_token=1)
+def sim(
+    num_slabs: int,
+    *,
+    fill_tokens: int | None = None,
+    policy: str | EvictionPolicy = "reuse",
+    groups: Sequence[CacheGroup] = (FULL, STATE),
+) -> Sim:
+    layout = CacheLayout.of(list(groups), block_tokens=BLOCK_TOKENS, num_slabs=num_slabs, kv_bytes_per_token=1)
     return Sim(layout, policy=policy, checkpoint_policy=PromptEndBranchesGrid(None, fill_tokens=fill_tokens))
 
 
@@ -345,13 +351,16 @@ def test_nothing_is_evicted_for_checkpoints_in_idle_memory(policy: str) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 40], ids=["empty", "filled"])
-def test_a_fill_takes_no_page_that_another_prompt_of_the_same_step_needs(num_before: int) -> None:
+@pytest.mark.parametrize("groups", [(FULL, STATE), (STATE,)], ids=["hybrid", "states"])
+def test_a_fill_takes_no_page_that_another_prompt_of_the_same_step_needs(
+    groups: Sequence[CacheGroup], num_before: int
+) -> None:
     """A burst of prompts that fits into one step without fills fits with them, whatever memory held before."""
     num_filled = 0
-    for num_slabs in range(60, 240, 6):
+    for num_slabs in range(60, 240, 6) if FULL in groups else range(14, 140, 2):
         fitting = []
         for fill_tokens in (None, 8):
-            cache = sim(num_slabs, fill_tokens=fill_tokens)
+            cache = sim(num_slabs, fill_tokens=fill_tokens, groups=groups)
             for number in range(num_before):
                 cache.serve(tokens(60, 1000 + number))
             leases = [cache.cache.begin(tokens(100 + number, number)) for number in range(12)]
@@ -442,6 +451,31 @@ def test_as_long_as_a_fill_is_left_nothing_else_goes(num_slabs: int) -> None:
             lost = True
     assert num_gone > 3
     assert lost
+
+
+def test_several_fills_are_evicted_at_once_or_as_many_as_there_are() -> None:
+    cache = sim(60, fill_tokens=8)
+    cache.serve(tokens(100, 0))
+    reclaimer, num_fills = cache.cache._reclaimer, len(unused(cache))
+    assert num_fills > 3
+    assert reclaimer._evict_spare({}, 2)
+    assert len(unused(cache)) == num_fills - 2
+    assert reclaimer._evict_spare({}, 100)
+    assert not unused(cache)
+    assert not reclaimer._evict_spare({}, 100)
+    cache.cache.check_integrity()
+
+
+def test_without_fills_several_items_of_value_are_evicted_at_once() -> None:
+    """So that most requests of a full cache find room without an eviction."""
+    cache, evicted = sim(300), list[int]()
+    for number in range(400):
+        before = cache.cache.stats.checkpoints_evicted
+        cache.serve(tokens(5, number))
+        evicted.append(cache.cache.stats.checkpoints_evicted - before)
+    some = [count for count in evicted if count]
+    assert len(some) > 10
+    assert min(some) >= 3
 
 
 class Recorder:
@@ -722,6 +756,24 @@ def test_likely_places_of_little_value_are_kept_once_in_sixteen(value: float, in
     cache.cache.reset()
     cache.serve(tokens(5, next(seeds)))  # runs what frees the slabs
     assert sum(wants_parting(cache, seeds, 64)) == in_idle  # idle memory costs nothing, whatever the price was
+
+
+def test_a_place_that_is_worth_no_memory_fills_idle_room_of_a_store() -> None:
+    cache, seeds = sim(40, fill_tokens=16, policy=ByKind(0.01)), itertools.count(1)
+    for number in range(3):
+        document = tokens(40, 1000 + number)
+        cache.serve(document + tokens(13, next(seeds)))
+        cache.serve(document + tokens(17, next(seeds)))
+    place = cache.cache._prefixes.history.partings._all.places[0].position(60)
+    cache.cache.reset()
+    for number in range(100, 140):
+        cache.serve(tokens(5, number))
+    assert cache.cache._reclaimer.num_spare_checkpoints() == 0
+    for store_room, wanted in ((0, False), (1000, True)):
+        lease = cache.cache.begin(tokens(60, next(seeds)), store_room=store_room)
+        assert Kind.PARTING not in lease.wanted.values()
+        assert (lease.wanted.get(place // BLOCK_TOKENS * BLOCK_TOKENS) is Kind.FILL) == wanted
+        cache.cache.abort(lease)
 
 
 def test_evicted_fills_do_not_change_the_price() -> None:
