@@ -196,12 +196,13 @@ def test_the_consumer_aborts_its_request(crew: Crew, gate: str) -> None:
 @pytest.mark.parametrize("ends", ["abort", "lease", "withdrawn"])
 def test_an_early_claim_that_ends_while_its_prompt_is_computed(crew: Crew, ends: str) -> None:
     """Nothing stays pinned, and the producer's engine goes on."""
-    producer = crew.producer(max_num_batched_tokens=64, max_num_seqs=8, lease_s=0.5 if ends == "lease" else 20.0)
+    lease_s, step_s = (2.0, 0.8) if ends == "lease" else (20.0, 0.25)  # five steps: the lease ends before the fourth
+    producer = crew.producer(max_num_batched_tokens=64, max_num_seqs=8, lease_s=lease_s)
     consumer = crew.consumer(producer, timeout_s=20.0)
     prompt = crew.prompt()
     answer = consumer.ask("reply", prompt, early_params(producer.port, "early"))
     producer.call("wait_for", outbound=1)
-    producer.call("slow_steps", 0.25)
+    producer.call("slow_steps", step_s)
     prefill = producer.ask("prefill", prompt, "early")
     producer.call("wait_for", requests=1, pushes=1)
     if ends == "lease":
