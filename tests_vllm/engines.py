@@ -175,12 +175,17 @@ class Engine(Process):
         requests: Mapping[str, Request] | Sequence[Request],
         aborts: Mapping[str, Mapping[str, int]] | None = None,
         chunks: Sequence[int] | None = None,
+        resets: Sequence[int] = (),
     ) -> None:
-        """Begin to run requests: `end` gives the replies. `chunks`: where prefill chunks end, for one request."""
+        """Begin to run requests: `end` gives the replies. `chunks`: where prefill chunks end, for one request.
+
+        `resets`: steps before which vLLM's cache is emptied, and all that runs is preempted.
+        """
         named = requests if isinstance(requests, Mapping) else {str(n): one for n, one in enumerate(requests)}
         self._begun = dict(named)
         sent = [{"id": name, **vars(request)} for name, request in named.items()]
-        self._ask("run", requests=sent, aborts={k: dict(v) for k, v in (aborts or {}).items()}, chunks=chunks)
+        abrupt = {name: dict(when) for name, when in (aborts or {}).items()}
+        self._ask("run", requests=sent, aborts=abrupt, chunks=chunks, resets=list(resets))
 
     def end(self) -> Run:
         answer = self._receive()["result"]

@@ -121,12 +121,17 @@ class Engine:
             self._record_schedules()
 
     def run(
-        self, requests: list[dict[str, Any]], aborts: dict[str, dict[str, int]], chunks: list[int] | None
+        self,
+        requests: list[dict[str, Any]],
+        aborts: dict[str, dict[str, int]],
+        chunks: list[int] | None,
+        resets: list[int],
     ) -> dict[str, Any]:
         """Run requests to their ends. Each starts at step `at`; `aborts`: the step, the reply's length, or that a
         fault has struck.
 
-        `chunks`: ends of prefill chunks, for one request alone.
+        `chunks`: ends of prefill chunks, for one request alone. `resets`: steps before which vLLM's cache is emptied,
+        and all that runs is preempted.
         """
         waiting = sorted(requests, key=lambda request: request["at"])
         self._spans = {request["id"]: [] for request in requests}
@@ -138,6 +143,8 @@ class Engine:
                 self._add(waiting.pop(0))
             if chunks is not None:
                 self._choose_chunk(chunks)
+            if steps in resets:
+                self.reset_prefix_cache(reset_running_requests=True)
             for output in self._engine.step():
                 results[output.request_id] = plain(output)
             steps += 1
@@ -168,7 +175,10 @@ class Engine:
     def reset(self) -> bool:
         """Forget vLLM's own prefix cache."""
         self.settle()
-        return bool(self._llm.reset_prefix_cache())
+        return self.reset_prefix_cache()
+
+    def reset_prefix_cache(self, **options: bool) -> bool:
+        return bool(self._llm.reset_prefix_cache(**options))
 
     def free_blocks(self) -> int:
         self.settle()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from hybridkv.cache import CacheLayout
+from hybridkv.errors import InputError
+from hybridkv.integrations.vllm.settings import Settings
 from hybridkv.plan import PlanOptions, make_plan
 from hybridkv.spec import LinearState, ModelSpec
 from hybridkv.stream import Catalogue
+from hybridkv.units import format_at_least, format_bytes
 
 BLOCK_TOKENS = 16
 """Tokens of a stored block, whatever vLLM's own block is."""
@@ -26,3 +29,23 @@ def shared_identity(model: ModelSpec, identity: str) -> str:
     """The identity under which objects are stored."""
     has_states = any(isinstance(spec, LinearState) for spec in model.layers)
     return f"{identity} in vLLM" if has_states and model.model_type not in _SAME_STATES else identity
+
+
+def refuse_small_buffers(catalogue: Catalogue, settings: Settings) -> None:
+    """Raise InputError if not even the smallest hit fits `staging`, or if a group's objects do not fit `waiting`."""
+    least = catalogue.load_bytes(0, BLOCK_TOKENS)
+    if settings.loads and settings.staging_bytes < least:
+        raise _too_small("staging", settings.staging_bytes, f"a hit of {BLOCK_TOKENS} tokens takes", least)
+    tokens = catalogue.stretch_blocks * catalogue.block_tokens
+    objects = [(group.nbytes(tokens), f"{tokens} tokens take") for group in catalogue.token_groups]
+    objects += [(group.nbytes(1), "a state takes") for group in catalogue.state_groups]
+    largest, what = max(objects)
+    if settings.saves and settings.waiting_bytes < largest:
+        raise _too_small("waiting", settings.waiting_bytes, what, largest)
+
+
+def _too_small(name: str, given: int, what: str, needed: int) -> InputError:
+    return InputError(
+        f"kv_connector_extra_config: {name} is {format_bytes(given)}, and {what} {format_bytes(needed)} on each rank, "
+        f"so that nothing would ever be found: set {name} to {format_at_least(needed)} or more"
+    )

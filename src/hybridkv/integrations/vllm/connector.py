@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
+from hybridkv.integrations.vllm.admission import guard
 from hybridkv.integrations.vllm.messages import StepOrders, WorkerReport
 from hybridkv.integrations.vllm.scheduler import SchedulerHalf
 from hybridkv.integrations.vllm.settings import read_settings
@@ -29,7 +30,7 @@ from hybridkv.integrations.vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
 LOG = logging.getLogger("vllm.hybridkv")
@@ -40,15 +41,19 @@ _LOG_EVERY_S = 60.0
 class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Finds prefixes in a store and saves what is computed, for every kind of layer."""
 
+    _workers: ClassVar[dict[tuple[str, ...], WorkerHalf]] = {}
+    """Workers of this process, by engine and store."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read_settings(vllm_config)
+        self._key = (vllm_config.kv_transfer_config.engine_id, *settings.store)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings)
+            self._worker = self._workers[self._key] = WorkerHalf(vllm_config, kv_cache_config, settings)
         self._told: Counter[str] = Counter()
         """Counters that vLLM knows already."""
         self._told_at = 0.0
@@ -105,6 +110,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler ----------------------------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._scheduler is not None
+        guard(kv_cache_manager, self._scheduler.give_up)
+
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new(request)
@@ -139,8 +149,19 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """True: vLLM keeps the request's blocks until the end of its reply is saved, one step later.
+
+        A worker of this process saves it now. Blocks that are kept would let `reset_prefix_cache` fail.
+        """
         assert self._scheduler is not None
-        return self._scheduler.finished(request, block_ids), None
+        end = self._scheduler.finished(request, block_ids)
+        if end is None:
+            return False, None
+        if worker := self._workers.get(self._key):
+            worker.save_end(self._scheduler.identity, end)
+            return False, None
+        self._scheduler.order_end(end)
+        return True, None
 
     def reset_cache(self) -> bool:
         """From now on nothing is found that was stored before, such as KV of other weights."""
@@ -188,4 +209,6 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.close()
+        if self._worker is not None:
+            del self._workers[self._key]
         self._scheduler = self._worker = None

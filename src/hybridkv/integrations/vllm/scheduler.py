@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from hybridkv.integrations.vllm.catalogue import BLOCK_TOKENS, make_catalogue, shared_identity
+from hybridkv.integrations.vllm.catalogue import BLOCK_TOKENS, make_catalogue, refuse_small_buffers, shared_identity
 from hybridkv.integrations.vllm.groups import Table, known_layers
 from hybridkv.integrations.vllm.messages import BlockTable, FetchOrder, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from hybridkv.integrations.vllm.model import model_identity, model_spec
@@ -79,8 +79,9 @@ class SchedulerHalf:
         model = model_spec(config, kv_cache_config, rank=0)
         layers = known_layers(kv_cache_config, model, BLOCK_TOKENS)
         self._tables = sorted({known.table for known in layers.values()})
-        self._base_identity = self._identity = shared_identity(model, model_identity(config))
-        self._catalogue = make_catalogue(model, self._identity)
+        self._base_identity = self.identity = shared_identity(model, model_identity(config))
+        self._catalogue = make_catalogue(model, self.identity)
+        refuse_small_buffers(self._catalogue, settings)
         self._rule = DumpRule(self._catalogue)
         self._world_size = config.parallel_config.world_size
         self._urls = seen_by_all(settings.store) if settings.separate else list(settings.store)
@@ -92,7 +93,7 @@ class SchedulerHalf:
         self._staged_bytes = 0
         self._loads: dict[str, int] = {}
         """Requests of the next step that load, and the position from which each does."""
-        self._orders = StepOrders(self._identity)
+        self._orders = StepOrders(self.identity)
         self._is_idle = True
         """The last step computed nothing."""
 
@@ -170,6 +171,13 @@ class SchedulerHalf:
         keys = tracked.tokens.at(sorted(self._catalogue.load_ends(tracked.start, end)))
         self._orders.fetches.append(FetchOrder(tracked.request.request_id, tracked.start, end, keys))
 
+    def give_up(self, request: Request) -> None:
+        """Let vLLM compute a request whose hit needs more blocks than are free."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.stage is Stage.READY:
+            self.counts["no_room"] += 1
+            self._end_fetch(tracked)
+
     def _end_fetch(self, tracked: Tracked) -> None:
         """The request needs nothing of what workers have fetched or are fetching."""
         if tracked.stage in (Stage.FETCHING, Stage.READY):
@@ -231,7 +239,7 @@ class SchedulerHalf:
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """Everything that workers do in the step that was scheduled."""
-        orders, self._orders = self._orders, StepOrders(self._identity)
+        orders, self._orders = self._orders, StepOrders(self.identity)
         orders.is_idle = self._is_idle = not output.total_num_scheduled_tokens
         for request, start in self._loads.items():
             orders.loads.append(self._load_order(output, request, start))
@@ -281,19 +289,22 @@ class SchedulerHalf:
         if is_keyed(request):
             self._track(request)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether vLLM must keep the request's blocks, until a worker has saved the end of its reply."""
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> SaveOrder | None:
+        """Return what is saved of the end of a request's reply, or None if nothing is."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return False
+            return None
         self._end_fetch(tracked)
         if not self._settings.saves or request.status not in _SAVED_ENDS:
-            return False
+            return None
         points = points_of_end(self._rule, self._catalogue, request, tracked.stored_until or 0)
         if not points:
-            return False
-        self._orders.endings.append(self._save_order(tracked, points, request.num_computed_tokens, block_ids, {}))
-        return True
+            return None
+        return self._save_order(tracked, points, request.num_computed_tokens, block_ids, {})
+
+    def order_end(self, end: SaveOrder) -> None:
+        """Let the workers save the end of a reply in the next step."""
+        self._orders.endings.append(end)
 
     def _save_order(
         self,
@@ -322,9 +333,9 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._end_fetch(tracked)
         self._tracked = {}
-        self._identity = f"{self._base_identity} reset {token_hex(8)}"
-        self._catalogue.identify(self._identity)
-        self._orders.identity = self._identity
+        self.identity = f"{self._base_identity} reset {token_hex(8)}"
+        self._catalogue.identify(self.identity)
+        self._orders.identity = self.identity
 
     def close(self) -> None:
         self._finder.close(2.0)

@@ -136,11 +136,15 @@ class WorkerHalf:
                     step.judge(order.request, True)
             step.publish()
         if self._orders is not None and not has_failed:
-            mover = self._memory.mover(self._orders.identity)
             for order in self._orders.endings:
-                mover.dump_now(self._save_request(order), order.points, order.keys)
+                self.save_end(self._orders.identity, order)
                 self._saved.add(order.request)
-            mover.settle()
+            self._memory.mover(self._orders.identity).settle()
+
+    def save_end(self, identity: str, order: SaveOrder) -> None:
+        """Copy the end of a finished request out of its blocks, which may be overwritten by steps that come later."""
+        assert self._memory is not None
+        self._memory.mover(identity).dump_now(self._save_request(order), order.points, order.keys)
 
     def take_saved(self) -> set[str]:
         saved, self._saved = self._saved, set()
