@@ -21,7 +21,7 @@ MORE := 0.7
 
 .PHONY: help setup setup-azurite setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
 	lint format clean test test-all test-more test-browser test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-form prove-link prove-remote prove-store prove-stream prove-taps prove-vllm \
+	prove-cache prove-engine prove-form prove-link prove-pool prove-remote prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
@@ -167,6 +167,10 @@ prove-taps: setup ## Hidden states on disk: 10,000 random samples, 50 kills, the
 prove-vllm: setup-vllm ## Connector and tier in vLLM on a store with random faults: 40 rounds of each model
 	HYBRIDKV_TIER_ROUNDS=200 $(VLLM_BIN)/pytest tests_vllm/test_tier_faults.py -k random
 	HYBRIDKV_VLLM_ROUNDS=40 $(VLLM_BIN)/pytest tests_vllm/test_connector_faults.py -k random
+
+# Pools from the smallest that vLLM accepts upwards, in turn with vLLM's scheduler and ours, in process and by HTTP.
+prove-pool: setup-vllm ## Connector in a vLLM whose cache is almost full: 500 random requests to each of 20 pools of each model
+	HYBRIDKV_POOLS=20 HYBRIDKV_POOL_REQUESTS=500 $(VLLM_BIN)/pytest tests_vllm/test_full_pool.py -k random
 
 lint: setup ## Format check, lint, types
 	$(BIN)/ruff format --check .

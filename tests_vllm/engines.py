@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from checkpoints import VOCABULARY, Family
 
 HERE = Path(__file__).parent
@@ -214,6 +215,37 @@ class Engine(Process):
     def _ask(self, do: str, **options: Any) -> None:
         self.wait_until_started()
         self._send({"do": do, "with": options})
+
+
+SERVER_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "VLLM_SERVER_DEV_MODE": "1",  # with this vLLM's own cache can be emptied from outside
+}
+
+
+class Server(Process):
+    """vLLM's server, with its engine in a process of its own."""
+
+    def __init__(self, host: Host, log: Path, model: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        arguments = [f"--model={model}", "--host=127.0.0.1", f"--port={port}", "--enforce-eager", *options]
+        super().__init__(host, log, serve=arguments, environment=SERVER_ENVIRONMENT)
+
+    def wait_until_healthy(self) -> None:
+        self.wait_until_started()
+        deadline = time.monotonic() + STARTING_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+            assert self.is_alive(), self.last_words()
+            assert time.monotonic() < deadline, self.last_words()
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from engines import Request, tokens
 
@@ -23,10 +22,7 @@ def workload(seed: int, count: int, longest: int) -> tuple[dict[str, Request], d
         prompt = prompt + tokens(source.choice((0, 1, source.randrange(1, longest // 3))), seed=source.randrange(10**6))
         reply = source.choice((1, 2, 8, source.randrange(1, max(2, min(40, longest - len(prompt))))))
         requests[str(number)] = Request(
-            prompt[: longest - reply],
-            max_tokens=reply,
-            salt=source.choice((None, None, None, "salt")),
-            at=arrival,
+            prompt[: longest - reply], max_tokens=reply, salt=source.choice((None, None, None, "salt")), at=arrival
         )
         if source.random() < 0.1:
             aborts[str(number)] = {"step": arrival + source.randrange(1, 12)}

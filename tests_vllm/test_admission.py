@@ -80,6 +80,10 @@ class Life:
         self.number = 0
         self.admitted = self.refused = 0
 
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def step(self) -> None:
         self.manager.new_step_starts()
         self._run()
@@ -173,8 +177,7 @@ def test_vllm_alone_ends_in_an_error() -> None:
     """What the guard is for. Where this fails, vLLM counts right, and `admission` can go."""
     life = Life(make_manager(MIXES["states"], blocks=40), seed=0)
     with pytest.raises(ValueError, match="free blocks from the pool"):
-        for _ in range(2000):
-            life.step()
+        life.run(2000)
 
 
 def test_a_hit_waits_while_others_run_and_is_given_up_where_none_does() -> None:

@@ -40,6 +40,20 @@ def test_a_prompt_sent_again_is_found_to_its_last_token(engine: Engine, oracle: 
     oracle.check(again)
 
 
+def test_the_end_of_a_reply_is_saved_when_it_ends_and_holds_no_block(
+    engine: Engine, oracle: Oracle, directory: Path
+) -> None:
+    """vLLM's own cache can be emptied at once, without a step in between, and the next turn goes on after the reply."""
+    first = engine.ask(tokens(310, seed=190))
+    assert engine.call("reset_prefix_cache")
+    wait_until_quiet(directory)
+    second = engine.ask(first.said + tokens(40, seed=191))
+    assert second.cached == len(first.said) - 1
+    assert engine.call("reset_prefix_cache", reset_running_requests=True)
+    oracle.check(first)
+    oracle.check(second)
+
+
 def test_what_is_found_counts_as_used(engine: Engine, directory: Path) -> None:
     """So that the store evicts it later."""
     prompt = tokens(600, seed=170)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import Host, Process, file_url, transfer_config
+from engines import Host, Server, file_url, transfer_config
 from shelves import verify, wait_until_quiet
 
 from hybridkv.demo import demo_document, demo_model, demo_questions
 
-STARTING_S = 120.0
 CLIENTS = 6
 
 
@@ -29,47 +26,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(host: Host, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [
-        f"--model={demo_model()}",
+    options = [
         "--served-model-name=demo",
-        "--host=127.0.0.1",
-        f"--port={port}",
         "--dtype=bfloat16",
-        "--enforce-eager",
         "--max-model-len=4096",
         "--max-num-seqs=8",
         "--enable-prompt-tokens-details",
         f"--kv-transfer-config={json.dumps(transfer_config([file_url(directory)]))}",
     ]
     host.wait_until_started()
-    # With this vLLM's own cache can be emptied from outside.
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
-    log = tmp_path_factory.mktemp("server") / "log"
-    server = Process(host, log, serve=arguments, environment=environment)
-    server.wait_until_started()
-    address = f"http://127.0.0.1:{port}"
-    wait_until_healthy(address, server)
-    yield address
+    server = Server(host, tmp_path_factory.mktemp("server") / "log", demo_model(), *options)
+    server.wait_until_healthy()
+    yield server.url
     server.terminate()
-
-
-def wait_until_healthy(address: str, server: Process) -> None:
-    deadline = time.monotonic() + STARTING_S
-    while True:
-        try:
-            if httpx.get(f"{address}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-        assert server.is_alive(), server.last_words()
-        assert time.monotonic() < deadline, server.last_words()
 
 
 def ask(url: str, question: str) -> tuple[str, int]:

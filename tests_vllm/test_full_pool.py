@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from checkpoints import FAMILIES, Family
-from engines import Engine, EngineDiedError, Request, file_url, tokens, transfer_config
+from engines import Engine, EngineDiedError, Host, Reply, Request, Run, Server, file_url, tokens, transfer_config
 from oracle import Oracle
 from pools import workload
 from shelves import forget, verify
@@ -21,15 +25,13 @@ REQUESTS = int(os.environ.get("HYBRIDKV_POOL_REQUESTS", "40"))
 POOLS = int(os.environ.get("HYBRIDKV_POOLS", "2"))
 SMALLEST = {"qwen3_next": 10, "gemma3": 27}
 """Blocks with these options, one of them vLLM's null block."""
+CLIENTS = 12
 Start = Callable[..., Engine]
 
 
 def engine_of(family: Family, start: Start, blocks: int, directory: Path, **options: Any) -> Engine:
     return start(
-        family,
-        kv_transfer_config=transfer_config([file_url(directory)]),
-        num_gpu_blocks_override=blocks,
-        **options,
+        family, kv_transfer_config=transfer_config([file_url(directory)]), num_gpu_blocks_override=blocks, **options
     )
 
 
@@ -72,3 +74,60 @@ def test_random_requests(more: int, family: Family, start: Start, oracle: Oracle
     oracle.check(run, exact=False)
     engine.close()
     assert verify(tmp_path) > 0
+
+
+@pytest.mark.parametrize("more", range(0, POOLS, 2))
+def test_random_requests_over_http(
+    more: int, family: Family, host: Host, checkpoints: Mapping[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """Clients that leave abort their requests. Every other one is answered, and the server lives on."""
+    host.wait_until_started()
+    options = {
+        "dtype": family.dtype,
+        "max-num-seqs": 8,
+        "max-model-len": LONGEST,
+        "max-num-batched-tokens": 512,
+        "num-gpu-blocks-override": SMALLEST[family.name] + more,
+        "mamba-ssm-cache-dtype": "bfloat16" if family.dtype == "bfloat16" else "auto",
+        "scheduler-cls": SCHEDULER,
+        "kv-transfer-config": json.dumps(transfer_config([file_url(tmp_path / "store")])),
+    }
+    named = [f"--{name}={value}" for name, value in options.items()]
+    model = checkpoints[family.name]
+    server = Server(host, tmp_path / "log", model, "--tokens-only", "--skip-tokenizer-init", *named)
+    server.wait_until_healthy()
+    requests, aborts = workload(100 + more, REQUESTS, LONGEST)
+
+    def ask(name: str) -> Reply | None:
+        if int(name) % 25 == 24:
+            httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_running_requests": True}).raise_for_status()
+        return generate(server.url, requests[name], patience_s=0.05 if name in aborts else 120.0)
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        replies = dict(zip(requests, clients.map(ask, requests), strict=True))
+    assert {name for name, reply in replies.items() if reply is None} <= aborts.keys()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    wait_until_free(server)
+    server.terminate()
+    oracle.check(Run({name: reply for name, reply in replies.items() if reply}, 0, 0), exact=False)
+
+
+def generate(url: str, request: Request, patience_s: float) -> Reply | None:
+    """The reply, or None if it did not come in time."""
+    params = {"temperature": 0, "max_tokens": request.max_tokens, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": request.prompt, "sampling_params": params, "cache_salt": request.salt}
+    try:
+        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=httpx.Timeout(120.0, read=patience_s))
+    except httpx.ReadTimeout:
+        return None
+    [choice] = answer.raise_for_status().json()["choices"]
+    said = choice["token_ids"]
+    return Reply(request, said, [{} for _ in said], cached=0, finish=choice["finish_reason"], spans=[])
+
+
+def wait_until_free(server: Server) -> None:
+    """Wait until no request holds a block, so that vLLM's own cache can be emptied."""
+    deadline = time.monotonic() + 30.0
+    while not httpx.post(f"{server.url}/reset_prefix_cache").json()["success"]:
+        assert time.monotonic() < deadline, server.last_words()
+        time.sleep(0.1)

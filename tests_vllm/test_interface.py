@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -25,6 +26,7 @@ from hybridkv.integrations.vllm import HybridKVConnector
 
 OVERRIDDEN = {
     "__init__": "self vllm_config role kv_cache_config",
+    "bind_kv_cache_manager": "self kv_cache_manager",
     "bind_connector_metadata": "self connector_metadata",
     "build_connector_meta": "self scheduler_output",
     "build_connector_worker_meta": "self",
@@ -60,6 +62,14 @@ OTHERS: list[tuple[Any, str, str]] = [
     (KVConnectorPromMetrics, "__init__", "self vllm_config metric_types labelnames per_engine_labelvalues"),
     (KVConnectorPromMetrics, "observe", "self transfer_stats_data engine_idx"),
     (KVCacheBlocks, "get_block_ids", "self allow_none group_ids"),
+    (
+        KVCacheManager,
+        "allocate_slots",
+        "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens "
+        "num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks "
+        "has_scheduled_reqs skip_zeroing_group_ids",
+    ),
+    (SingleTypeKVCacheManager, "get_num_skipped_tokens", "self num_computed_tokens"),
 ]
 FIELDS: list[tuple[Any, str]] = [
     (KVConnectorTransferResults, "finished_sending finished_recving failed_recving"),
@@ -76,6 +86,7 @@ FIELDS: list[tuple[Any, str]] = [
     (VllmConfig, "kv_transfer_config speculative_config load_config compilation_config"),
 ]
 CALLS = [
+    "connector.bind_kv_cache_manager",
     "connector.get_num_new_matched_tokens",
     "connector.update_state_after_alloc",
     "connector.on_new_request",
@@ -134,3 +145,11 @@ def test_a_request() -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_hook_is_called(call: str) -> None:
     assert f"{call}(" in inspect.getsource(Scheduler)
+
+
+def test_what_admission_reads_is_passed_by_name() -> None:
+    source = inspect.getsource(Scheduler.schedule)
+    for name in ("num_new_computed", "num_external_computed", "num_lookahead"):
+        assert f" {name}_tokens=" in source, name
+    for name in ("new_computed_blocks", "has_scheduled_reqs"):
+        assert f" {name}=" in source, name

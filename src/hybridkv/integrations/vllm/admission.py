@@ -1,4 +1,4 @@
-"""The seam into `KVCacheManager.allocate_slots` of vLLM: a request with a hit is admitted only if all its blocks are free.
+"""The seam into vLLM's `KVCacheManager.allocate_slots`: hits are admitted only if all their blocks are free.
 
 vLLM 0.32 counts the blocks of a request, compares them with the free ones, and takes them. For a model with states
 (`mamba_cache_mode` align) and a hit of a connector that count is too small. Each group of states takes two blocks,
@@ -84,23 +84,23 @@ class Admission:
         managers = self._manager.coordinator.single_type_managers
         found = new_computed_blocks.blocks if new_computed_blocks is not None else [()] * len(managers)
         return sum(
-            taken(manager, blocks, computed, end if is_state(manager) else end + num_lookahead_tokens)
+            taken(manager, blocks, computed, end, num_lookahead_tokens)
             for manager, blocks in zip(managers, found, strict=True)
         )
 
 
-def taken(manager: SingleTypeKVCacheManager, found: Sequence[KVCacheBlock], computed: int, end: int) -> int:
+def taken(
+    manager: SingleTypeKVCacheManager, found: Sequence[KVCacheBlock], computed: int, end: int, lookahead: int
+) -> int:
     """Return how many free blocks one group takes. `found`: its blocks in vLLM's own cache."""
-    at_hit, at_end = -(-computed // manager.block_size), -(-end // manager.block_size)
-    skipped = manager.get_num_skipped_tokens(computed) // manager.block_size
+    size = manager.block_size
+    skipped: int = manager.get_num_skipped_tokens(computed) // size
+    at_hit = -(-computed // size)
     visible = found[skipped:at_hit]
-    new = at_end - skipped - len(visible)
-    if is_state(manager):
+    if isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align":
         spec = manager.kv_cache_spec
-        running = min(at_end - at_hit, 1 + spec.num_prefill_checkpoint_blocks) + spec.num_speculative_blocks
-        new = at_hit - skipped - len(visible) + running
-    return new + sum(not block.ref_cnt and not block.is_null for block in visible)
-
-
-def is_state(manager: SingleTypeKVCacheManager) -> bool:
-    return isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align"
+        running = min(-(-end // size) - at_hit, 1 + spec.num_prefill_checkpoint_blocks)
+        last = at_hit + running + spec.num_speculative_blocks
+    else:
+        last = -(-(end + lookahead) // size)
+    return last - skipped - len(visible) + sum(not block.ref_cnt and not block.is_null for block in visible)
