@@ -22,7 +22,8 @@ SCHEDULER = "hybridkv.integrations.vllm.checkpoint_scheduler.CheckpointScheduler
 LONGEST = 1024
 SMALL: dict[str, Any] = {"max_model_len": LONGEST, "max_num_batched_tokens": 512}
 REQUESTS = int(os.environ.get("HYBRIDKV_POOL_REQUESTS", "40"))
-POOLS = int(os.environ.get("HYBRIDKV_POOLS", "2"))
+POOLS = range(int(os.environ.get("HYBRIDKV_POOLS", "0"))) or (0, 5)
+"""Blocks beyond the smallest pool. With 5, as with most, the engine of Qwen3-Next ended before hits were counted."""
 SMALLEST = {"qwen3_next": 10, "gemma3": 27}
 """Blocks with these options, one of them vLLM's null block."""
 CLIENTS = 12
@@ -59,7 +60,7 @@ def test_the_smallest_pool(family: Family, start: Start) -> None:
         engine.ask([3])
 
 
-@pytest.mark.parametrize("more", range(POOLS))
+@pytest.mark.parametrize("more", POOLS)
 def test_random_requests(more: int, family: Family, start: Start, oracle: Oracle, tmp_path: Path) -> None:
     """Shared prefixes, salts, aborts, resets and preemptions. No engine ends, no token is wrong, no block is lost."""
     blocks = SMALLEST[family.name] + more
@@ -76,7 +77,7 @@ def test_random_requests(more: int, family: Family, start: Start, oracle: Oracle
     assert verify(tmp_path) > 0
 
 
-@pytest.mark.parametrize("more", range(0, POOLS, 2))
+@pytest.mark.parametrize("more", POOLS[1::2])
 def test_random_requests_over_http(
     more: int, family: Family, host: Host, checkpoints: Mapping[str, Path], oracle: Oracle, tmp_path: Path
 ) -> None:
