@@ -94,14 +94,14 @@ def taken(
 ) -> int:
     """Return how many free blocks one group takes. `found`: its blocks in vLLM's own cache."""
     size: int = manager.block_size
-    skipped = manager.get_num_skipped_tokens(computed) // size
+    skipped: int = manager.get_num_skipped_tokens(computed) // size
     at_hit = -(-computed // size)
     visible = found[skipped:at_hit]
     if isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align":
         spec = manager.kv_cache_spec
         running = min(-(-end // size) - at_hit, 1 + spec.num_prefill_checkpoint_blocks)
-        last: int = at_hit + running + spec.num_speculative_blocks
+        count: int = at_hit + running + spec.num_speculative_blocks
     else:
-        last = -(-(end + lookahead) // size)
+        count = -(-(end + lookahead) // size)
     touched = [block for block in visible if not block.ref_cnt and not block.is_null]
-    return last - skipped - len(visible) + len(touched)
+    return count - skipped - len(visible) + len(touched)
