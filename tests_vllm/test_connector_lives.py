@@ -58,7 +58,7 @@ def test_a_killed_engine_leaves_nothing_wrong(family: Family, start: Start, orac
         prompts = [tokens(600, seed=5000 + 100 * number + n) for n in range(6)]
         victim.wait_until_started()
         before = len(listing(tmp_path))
-        victim.begin([Request(prompt, max_tokens=20, at=2 * n) for n, prompt in enumerate(prompts)])
+        victim.begin([Request(prompt, max_tokens=1000, at=2 * n) for n, prompt in enumerate(prompts)])
         wanted = before + source.randrange(3, 12)
         while len(listing(tmp_path)) < wanted:
             time.sleep(0.001)
