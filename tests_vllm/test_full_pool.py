@@ -81,7 +81,10 @@ def test_random_requests(more: int, family: Family, start: Start, oracle: Oracle
 def test_random_requests_over_http(
     more: int, family: Family, host: Host, checkpoints: Mapping[str, Path], oracle: Oracle, tmp_path: Path
 ) -> None:
-    """Clients that leave abort their requests. Every other one is answered, and the server lives on."""
+    """Clients that leave abort their requests. Every other one is answered, and the server lives on.
+
+    A reset while blocks are held, for a step in flight or for a save by a worker in another process, is refused by vLLM.
+    """
     host.wait_until_started()
     options = {
         "dtype": family.dtype,
@@ -101,7 +104,7 @@ def test_random_requests_over_http(
 
     def ask(name: str) -> Reply | None:
         if int(name) % 25 == 24:
-            httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_running_requests": True}).raise_for_status()
+            httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_running_requests": True})
         return generate(server.url, requests[name], patience_s=0.05 if name in aborts else 120.0)
 
     with ThreadPoolExecutor(CLIENTS) as clients:
