@@ -83,7 +83,7 @@ def test_random_requests_over_http(
 ) -> None:
     """Clients that leave abort their requests. Every other one is answered, and the server lives on.
 
-    A reset while blocks are held, for a step in flight or for a save by a worker in another process, is refused by vLLM.
+    vLLM refuses a reset while blocks are held, for a step in flight or for a save by a worker in another process.
     """
     host.wait_until_started()
     options = {
