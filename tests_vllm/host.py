@@ -69,6 +69,11 @@ def serve(connection: socket.socket) -> None:
         if "serve" in become:
             reply(lines, pid=os.getpid())
             serve_http(become["serve"])
+        elif "layers" in become:
+            import vllm_layers
+
+            vllm_layers.write(become["layers"], become["to"])
+            reply(lines, pid=os.getpid())
         else:
             answer(lines, Engine(become["engine"]))
         code = 0

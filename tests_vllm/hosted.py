@@ -1,4 +1,7 @@
-"""Small models of each family: their config, and the specs that vLLM's own classes make of it."""
+"""Small models of each family: their config, and the specs that vLLM's own functions make of it, at any number of ranks.
+
+`test_layers.py` compares the names with those of vLLM's models, which need their ranks.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ def _kimi(tp: int) -> dict[str, KVCacheSpec]:
     shapes = MambaStateShapeCalculator.kda_state_shape(tp, 4, 8)
     kda = state(KINDS.GDN_ATTN, shapes, MambaStateDtypeCalculator.kda_state_dtype(BF16, "auto"))
     latent = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32 + 8, dtype=BF16)
-    return every(4, 2, "self_attn", kda, "self_attn.mla_attn", latent)
+    return every(4, 2, "self_attn", kda, "self_attn", latent)
 
 
 def _mamba2(tp: int, heads: int, dim: int, groups: int, size: int) -> MambaSpec:
@@ -126,28 +129,29 @@ def _nemotron(tp: int) -> dict[str, KVCacheSpec]:
 
 
 def _bamba(tp: int) -> dict[str, KVCacheSpec]:
-    return every(2, 2, "mamba", _mamba2(tp, 8, 16, 1, 12), "self_attn.attn", full(tp))
+    return every(2, 2, "mixer", _mamba2(tp, 8, 16, 1, 12), "self_attn.attn", full(tp))
 
 
 def _falcon(tp: int) -> dict[str, KVCacheSpec]:
     mixer = _mamba2(tp, 4, 8, 1, 16)
-    return {
-        f"model.layers.{i}.{name}": spec
-        for i in range(2)
-        for name, spec in {"self_attn.attn": full(tp), "mamba.mamba": mixer}.items()
-    }
+    return {f"model.layers.{i}.attn": full(tp) for i in range(2)} | {f"model.{2 + i}.mixer": mixer for i in range(2)}
+
+
+def _zamba(tp: int) -> dict[str, KVCacheSpec]:
+    mixer = _mamba2(tp, 8, 16, 2, 24)
+    return {f"model.attn.{i}": full(tp, 4, 32) for i in range(2)} | {f"{2 + i}.mixer": mixer for i in range(4)}
 
 
 def _jamba(tp: int) -> dict[str, KVCacheSpec]:
     shapes = MambaStateShapeCalculator.mamba1_state_shape(tp, 128, 6, 4)
     mamba = state(KINDS.MAMBA1, shapes, MambaStateDtypeCalculator.mamba1_state_dtype(BF16, "auto", "float32"))
-    return every(4, 2, "mamba", mamba, "self_attn.attn", full(tp))
+    return every(4, 2, "mixer", mamba, "attn", full(tp))
 
 
 def _lfm2(tp: int) -> dict[str, KVCacheSpec]:
     shapes = MambaStateShapeCalculator.short_conv_state_shape(tp, 64, 3)
     conv = state(KINDS.SHORT_CONV, shapes, MambaStateDtypeCalculator.short_conv_state_dtype(BF16, "auto"))
-    return every(4, 2, "conv", conv, "self_attn.attn", full(tp))
+    return every(4, 2, "short_conv", conv, "self_attn.attn", full(tp))
 
 
 def _minimax(tp: int) -> dict[str, KVCacheSpec]:
@@ -239,6 +243,18 @@ FAMILIES = {
             "mamba_d_state": 16,
         },
         _falcon,
+    ),
+    "zamba2": Family(
+        {
+            **_ATTENTION,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 24,
+        },
+        _zamba,
     ),
     "jamba": Family(
         {**_ATTENTION, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 6},

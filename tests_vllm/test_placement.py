@@ -14,6 +14,7 @@ import torch
 from hosted import BLOCK, FAMILIES, NUM_BLOCKS, Family
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheLayout,
@@ -29,7 +30,7 @@ from hybridkv.errors import InputError
 from hybridkv.integrations.vllm import placement
 from hybridkv.integrations.vllm.catalogue import make_catalogue
 from hybridkv.integrations.vllm.pages import LayerPages
-from hybridkv.integrations.vllm.placement import place
+from hybridkv.integrations.vllm.placement import AFTER_ALL_LAYERS, BEFORE_ALL_LAYERS, place
 from hybridkv.stream import Catalogue
 from hybridkv.stream.boxes import Axis, Span
 from hybridkv.stream.form import Chunk, StoredGroup
@@ -230,6 +231,16 @@ def check_tokens(rank: Memory, formula: Formula, seed: int) -> None:
         assert np.array_equal(rank.read(chunk, whole), row)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hooks_find_the_rows_of_their_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook knows a layer by the number in its name."""
+    rank = memory(FAMILIES[name], monkeypatch)
+    for _, chunk, layer in rank.chunks(is_state=False):
+        assert chunk.row.first_layer == chunk.row.last_layer == extract_layer_index(layer)
+    for _, chunk, _ in rank.chunks(is_state=True):
+        assert (chunk.row.first_layer, chunk.row.last_layer) == (BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC,
                                     KVCacheLayout.BLNHC, KVCacheLayout.BHLNC], ids=str)  # fmt: skip
@@ -333,7 +344,7 @@ def test_a_state_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     modules = {name: SimpleNamespace(impl=None, spec=spec) for name, spec in specs.items()}
     for wrong in (lambda state: state[..., :100], lambda state: torch.cat([state, state], -1)[..., ::2]):
         states = {name: wrong(t) if isinstance(specs[name], MambaSpec) else t for name, t in tensors.items()}
-        with pytest.raises(InputError, match=r"model\.layers\.0\.conv: .*256 bytes"):
+        with pytest.raises(InputError, match=r"model\.layers\.0\.short_conv: .*256 bytes"):
             place(make_catalogue(family.model()), family.layers(), states, modules)
 
 
@@ -349,6 +360,7 @@ WHOLE: dict[str, tuple[list[int], tuple[int, ...] | None]] = {
     "nemotron_h": ([32, 32, 32], (4, 8, 16)),
     "bamba": ([128, 12, 12], (8, 16, 12)),
     "falcon_h1": ([32, 16, 16], (4, 8, 16)),
+    "zamba2": ([128, 48, 48], (8, 16, 24)),
     "jamba": ([128], (128, 6)),
     "lfm2": ([64], None),
     "minimax": ([], (4, 16, 16)),

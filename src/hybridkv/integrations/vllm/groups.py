@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -61,6 +61,8 @@ class KnownLayer(NamedTuple):
 
     name: str
     """vLLM's."""
+    number: int
+    """The number in this name, which vLLM's hooks are called with. It may differ from that of the decoder layer."""
     table: Table
     theirs: KVCacheSpec
     ours: LayerSpec
@@ -74,12 +76,13 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> dict[LayerKey, KnownLayer]:
     """Every layer that keeps something. Raises InputError where the two descriptions differ."""
     expected = {LayerKey(spec.layer, isinstance(spec, LinearState)): spec for spec in model.layers}
+    keys = _keys_by_name(expected, {_named(name, spec) for name, spec in layer_specs(config).items()})
     found: dict[LayerKey, KnownLayer] = {}
     for number, group in enumerate(config.kv_cache_groups):
-        members = _members(group)
-        for name, spec in members.items():
-            key = LayerKey(_layer_number(name), isinstance(spec, MambaSpec))
-            if key not in expected or key in found:
+        for name, spec in _members(group).items():
+            named = _named(name, spec)
+            key = keys.get(named)
+            if key is None or key in found:
                 raise InputError(f"vLLM keeps a cache for {name} of {model.name}, which hybridkv does not know")
             ours = expected[key]
             sight = ours.sight if isinstance(ours, AttentionLayer) else EVERYTHING
@@ -90,11 +93,27 @@ def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> 
                     f"{block_tokens}: set --block-size to a multiple of {block_tokens}"
                 )
             _check(name, spec, ours)
-            found[key] = KnownLayer(name, table, spec, ours)
+            found[key] = KnownLayer(name, named.layer, table, spec, ours)
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise InputError(f"vLLM keeps no cache for layer {missing[0].layer} of {model.name}, which needs one")
     return found
+
+
+def _keys_by_name(layers: Collection[LayerKey], names: Collection[LayerKey]) -> dict[LayerKey, LayerKey]:
+    """Return the layer of each name. `names`: the number and the kind of each name of vLLM's.
+
+    A name has the number of its decoder layer. No two names may have the same: where decoder layers have attention and
+    a state (Falcon-H1, Zamba2), vLLM counts the layers with attention from 0, and adds their count to the numbers of
+    states. Zamba2's attention is counted along one shared block, then along the next. That order is kept, so what is
+    stored for one of these layers may be another's of the same shapes: for all vLLM engines alike, and nothing else
+    reads it (`shared_identity`).
+    """
+    attention = sorted(key for key in layers if not key.is_state)
+    apart = {LayerKey(count, False): key for count, key in enumerate(attention)}
+    apart |= {LayerKey(len(attention) + key.layer, True): key for key in layers if key.is_state}
+    has_both = any(LayerKey(key.layer, True) in layers for key in attention)
+    return apart if has_both and apart.keys() == set(names) else {key: key for key in layers}
 
 
 def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
@@ -106,9 +125,10 @@ def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
     return tuple(range(len(part.shape)))
 
 
-def _layer_number(name: str) -> int:
+def _named(name: str, spec: KVCacheSpec) -> LayerKey:
+    """Return the number in a name of vLLM's, and the kind of its layer."""
     try:
-        return int(extract_layer_index(name))
+        return LayerKey(int(extract_layer_index(name)), isinstance(spec, MambaSpec))
     except (AssertionError, IndexError):
         raise InputError(
             f"vLLM keeps a cache for {name}, and the name does not say for which layer; this model is not supported"

@@ -20,19 +20,24 @@ LOG = logging.getLogger("vllm.hybridkv")
 
 def model_spec(config: VllmConfig, kv_cache_config: KVCacheConfig, rank: int) -> ModelSpec:
     """The model as hybridkv describes it, with the dtypes that vLLM computes in."""
+    states = {spec.dtypes[-1] for spec in layer_specs(kv_cache_config).values() if isinstance(spec, MambaSpec)}
+    return describe_model(config, rank, DType.parse(str(states.pop())) if len(states) == 1 else None)
+
+
+def describe_model(config: VllmConfig, rank: int, state_dtype: DType | None = None) -> ModelSpec:
+    """Describe the model by its config alone. Raises InputError for families and sizes that hybridkv does not know."""
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     described = json.loads(model.hf_config.to_json_string(use_diff=False)) | {"dtype": dtype}
     if isinstance(described.get("text_config"), dict):
         described["text_config"]["dtype"] = dtype
-    states = {spec.dtypes[-1] for spec in layer_specs(kv_cache_config).values() if isinstance(spec, MambaSpec)}
     return read_config(
         described,
         name=Path(model.model).name,
         tp=config.parallel_config.tensor_parallel_size,
         rank=rank,
         kv_cache_dtype=DType.parse(dtype),
-        state_dtype=DType.parse(str(states.pop())) if len(states) == 1 else None,
+        state_dtype=state_dtype,
         source="vLLM",
     )
 

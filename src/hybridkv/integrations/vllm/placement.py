@@ -51,7 +51,7 @@ def place(
                 found, buffer, grid = _place_tokens(
                     known, layer, tensor, probes.of(known, tensor, modules), block_tokens
                 )
-                row = _row(layer.layer, layer.layer)
+                row = _row(known.number, known.number)
             chunk = Chunk(grid, known.table.name, row, number, (found,))
             buffers[chunk] = buffer
             chunks.append(chunk)
@@ -62,7 +62,7 @@ def place(
 
 
 def _row(first: int, last: int) -> Row:
-    """A row that stands for hooks only: the layers that wait for it and that complete it."""
+    """A row that stands for hooks only: the numbers of the layers that wait for it and that complete it."""
     return Row((first, last), 0, 0, 0, ())
 
 

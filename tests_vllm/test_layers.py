@@ -1,0 +1,69 @@
+"""vLLM's own model classes beside the layers that hybridkv reads from the same config: every family, by name."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+from engines import Host, Process
+from hosted import FAMILIES as HOSTED
+from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm_layers import MODELS, TWO_BLOCKS, Built
+
+from hybridkv.integrations.vllm.catalogue import _SAME_STATES
+from hybridkv.integrations.vllm.groups import known_layers
+from hybridkv.models.family import FAMILIES
+
+REMOVED = {"bamba": "BambaForCausalLM", "minimax": "MiniMaxForCausalLM"}
+"""Families whose classes vLLM had once."""
+PRESENT = [name for name in MODELS if name not in REMOVED]
+
+
+@pytest.fixture(scope="module")
+def built(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
+    host.wait_until_started()
+    directory = tmp_path_factory.mktemp("layers")
+    environment = {"VLLM_KIMI_K3_GEMM_AR": "0"}  # a kernel for GPUs
+    path = directory / "built"
+    process = Process(host, directory / "log", layers=PRESENT, to=str(path), environment=environment)
+    process.wait_until_started()
+    process.close()
+    found: dict[str, Built] = pickle.loads(path.read_bytes())
+    return found
+
+
+def test_every_family_is_here() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == FAMILIES.keys()
+    assert set(REMOVED.values()) <= _PREVIOUSLY_SUPPORTED_MODELS.keys(), "vLLM has it again: build it"
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_each_name_is_that_of_its_decoder_layer(name: str, built: dict[str, Built]) -> None:
+    """Kinds, shapes and dtypes are compared by `known_layers` itself."""
+    model, config, layers = built[name]
+    known = known_layers(config, model, 16)
+    assert {one.name for one in known.values()} == set(layers)
+    assert all(one.number == extract_layer_index(one.name) for one in known.values())
+    if name != TWO_BLOCKS:
+        assert {one.name: key.layer for key, one in known.items()} == layers
+
+
+def test_attention_in_several_shared_blocks_keeps_the_order_of_vllm(built: dict[str, Built]) -> None:
+    """vLLM counts along one block, then along the next. Only vLLM reads what it stores of such a model."""
+    model, config, layers = built[TWO_BLOCKS]
+    known = known_layers(config, model, 16)
+    assert {one.name: key.layer for key, one in known.items() if key.is_state} == {
+        name: layer for name, layer in layers.items() if name.endswith("mixer")
+    }
+    attention = {key.layer: layers[one.name] for key, one in sorted(known.items()) if not key.is_state}
+    assert attention == {2: 2, 4: 5, 5: 4, 7: 7}
+    assert model.model_type not in _SAME_STATES
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTED if name not in REMOVED])
+def test_models_of_other_tests_have_vllms_names(name: str, built: dict[str, Built]) -> None:
+    ours, theirs = HOSTED[name].specs(1), built[name].layers
+    assert {re.sub(r"\d+", "N", one) for one in ours} == {re.sub(r"\d+", "N", one) for one in theirs}
