@@ -1,4 +1,5 @@
-"""Small models of each family: their config, and the specs that vLLM's own functions make of it, at any number of ranks.
+"""Small models of each family: their config, and the specs that vLLM's own functions make of it,
+at any number of ranks.
 
 `test_layers.py` compares the names with those of vLLM's models, which need their ranks.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import pickle
 import re
 from pathlib import Path
@@ -9,12 +11,15 @@ from pathlib import Path
 import pytest
 from engines import Host, Process
 from hosted import FAMILIES as HOSTED
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output
+from vllm.model_executor.layers.attention.mla_attention import unified_mla_attention_with_output
 from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_layers import MODELS, TWO_BLOCKS, Built
 
 from hybridkv.integrations.vllm.catalogue import _SAME_STATES
-from hybridkv.integrations.vllm.groups import known_layers
+from hybridkv.integrations.vllm.groups import known_layers, layer_specs
 from hybridkv.models.family import FAMILIES
 
 REMOVED = {"bamba": "BambaForCausalLM", "minimax": "MiniMaxForCausalLM"}
@@ -43,7 +48,7 @@ def test_every_family_is_here() -> None:
 @pytest.mark.parametrize("name", PRESENT)
 def test_each_name_is_that_of_its_decoder_layer(name: str, built: dict[str, Built]) -> None:
     """Kinds, shapes and dtypes are compared by `known_layers` itself."""
-    model, config, layers = built[name]
+    model, config, layers, _ = built[name]
     known = known_layers(config, model, 16)
     assert {one.name for one in known.values()} == set(layers)
     assert all(one.number == extract_layer_index(one.name) for one in known.values())
@@ -53,7 +58,7 @@ def test_each_name_is_that_of_its_decoder_layer(name: str, built: dict[str, Buil
 
 def test_attention_in_several_shared_blocks_keeps_the_order_of_vllm(built: dict[str, Built]) -> None:
     """vLLM counts along one block, then along the next. Only vLLM reads what it stores of such a model."""
-    model, config, layers = built[TWO_BLOCKS]
+    model, config, layers, _ = built[TWO_BLOCKS]
     known = known_layers(config, model, 16)
     assert {one.name: key.layer for key, one in known.items() if key.is_state} == {
         name: layer for name, layer in layers.items() if name.endswith("mixer")
@@ -61,6 +66,22 @@ def test_attention_in_several_shared_blocks_keeps_the_order_of_vllm(built: dict[
     attention = {key.layer: layers[one.name] for key, one in sorted(known.items()) if not key.is_state}
     assert attention == {2: 2, 4: 5, 5: 4, 7: 7}
     assert model.model_type not in _SAME_STATES
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_only_vllms_own_attention_classes_call_hooks(name: str, built: dict[str, Built]) -> None:
+    """Kimi-Linear has an attention class of its own, which does not. A hook that is never called waits for nothing."""
+    attention = {name for name, spec in layer_specs(built[name].config).items() if not isinstance(spec, MambaSpec)}
+    assert built[name].with_hooks == (set() if name == "kimi_linear" else attention)
+
+
+def test_operations_of_attention_call_hooks() -> None:
+    for operation in (unified_attention_with_output, unified_mla_attention_with_output):
+        assert "@maybe_transfer_kv_layer" in inspect.getsource(operation)
+    kimi = importlib.util.find_spec("vllm.models.kimi_k3.nvidia.mla")
+    assert kimi is not None
+    assert kimi.origin is not None
+    assert "attention_with_output" not in Path(kimi.origin).read_text(), "Kimi-Linear's attention has hooks now"
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTED if name not in REMOVED])

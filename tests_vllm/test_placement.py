@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hosted import BLOCK, FAMILIES, NUM_BLOCKS, Family
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -144,6 +145,25 @@ def allocate(
     return raws, tensors
 
 
+class FullLayer(Attention):
+    """vLLM's class, without weights and backend."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.impl, self.spec = None, spec
+
+
+class LatentLayer(MLAAttention):
+    """As `FullLayer`."""
+
+    __init__ = FullLayer.__init__
+
+
+def modules_of(specs: Mapping[str, KVCacheSpec]) -> dict[str, Any]:
+    """vLLM's layers by name."""
+    made: dict[type[KVCacheSpec], Callable[[Any], Any]] = {MambaSpec: lambda _: None, MLAAttentionSpec: LatentLayer}
+    return {name: made.get(type(spec), FullLayer)(spec) for name, spec in specs.items()}
+
+
 def probe_of(formula: Formula) -> Callable[[Any, torch.Tensor], tuple[Lattice, Lattice]]:
     """What a probe finds if a backend writes by a formula."""
 
@@ -175,7 +195,7 @@ def memory(
     monkeypatch.setattr(placement, "probe_latent", probe_of(latent))
     specs, layers = family.specs(tp), family.layers(tp, rank)
     raw, tensors = allocate(specs, layout, kernel_block)
-    modules = {name: SimpleNamespace(impl=None, spec=spec) for name, spec in specs.items()}
+    modules = modules_of(specs)
     stored = make_catalogue(family.model(tp, rank))
     buffers = place(stored, layers, tensors, modules)
     names = {(key.layer, key.is_state): one.name for key, one in layers.items()}
@@ -241,6 +261,14 @@ def test_hooks_find_the_rows_of_their_layer(name: str, monkeypatch: pytest.Monke
         assert (chunk.row.first_layer, chunk.row.last_layer) == (BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
 
 
+def test_attention_without_hooks_is_complete_before_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FullLayer", lambda spec: SimpleNamespace(impl=None, spec=spec))
+    rank = memory(FAMILIES["qwen3_next"], monkeypatch)
+    assert {(chunk.row.first_layer, chunk.row.last_layer) for _, chunk, _ in rank.chunks(is_state=False)} == {
+        (BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
+    }
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC,
                                     KVCacheLayout.BLNHC, KVCacheLayout.BHLNC], ids=str)  # fmt: skip
@@ -303,7 +331,7 @@ def placed_with(monkeypatch: pytest.MonkeyPatch, found: tuple[Lattice, Lattice] 
     family = FAMILIES["gpt_oss"]
     monkeypatch.setattr(placement, "probe_kv", lambda module, tensor: found)
     _, tensors = allocate(family.specs(1), KVCacheLayout.LBHNC, None)
-    modules = {name: SimpleNamespace(impl=None) for name in tensors}
+    modules = modules_of(family.specs(1))
     place(make_catalogue(family.model()), family.layers(), tensors, modules)
 
 
@@ -341,7 +369,7 @@ def test_a_state_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(placement, "probe_kv", probe_of(by_token))
     specs = family.specs(1)
     _, tensors = allocate(specs, KVCacheLayout.LBHNC, None)
-    modules = {name: SimpleNamespace(impl=None, spec=spec) for name, spec in specs.items()}
+    modules = modules_of(specs)
     for wrong in (lambda state: state[..., :100], lambda state: torch.cat([state, state], -1)[..., ::2]):
         states = {name: wrong(t) if isinstance(specs[name], MambaSpec) else t for name, t in tensors.items()}
         with pytest.raises(InputError, match=r"model\.layers\.0\.short_conv: .*256 bytes"):

@@ -20,6 +20,7 @@ from hosted import grouped
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.integrations.vllm.model import model_spec
+from hybridkv.integrations.vllm.placement import calls_hooks
 from hybridkv.spec import ModelSpec
 from tests.tiny import TINY, tiny_config
 
@@ -61,6 +62,8 @@ class Built(NamedTuple):
     config: KVCacheConfig
     layers: dict[str, int]
     """The decoder layer that each of vLLM's layers lies in, by its name: from the tree of modules."""
+    with_hooks: set[str]
+    """Names of layers that call the connector, as `placement` sees it."""
 
 
 def write(names: Sequence[str], path: str) -> None:
@@ -98,7 +101,8 @@ def _build(directory: Path, model_type: str, changes: Mapping[str, Any]) -> Buil
         specs = get_kv_cache_spec(made)
     modules = made.compilation_config.static_forward_context
     layers = _decoder_layers(model, {name: modules[name] for name in specs})
-    return Built(model_spec(made, grouped(specs), 0), grouped(specs), layers)
+    with_hooks = {name for name in specs if calls_hooks(modules[name])}
+    return Built(model_spec(made, grouped(specs), 0), grouped(specs), layers, with_hooks)
 
 
 def _decoder_layers(model: torch.nn.Module, modules: Mapping[str, Any]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybridkv.errors import InputError
@@ -26,7 +27,7 @@ from hybridkv.stream.lattice import Lattice
 
 BEFORE_ALL_LAYERS = -1
 AFTER_ALL_LAYERS = 1 << 20
-"""vLLM calls no hook for states: they are loaded before the first layer and saved after the last."""
+"""Layers without hooks are loaded before the first layer and saved after the last."""
 
 
 def place(
@@ -46,12 +47,12 @@ def place(
             tensor = tensors[known.name]
             if group.is_state:
                 found, buffer, grid = _place_state(known, layer, tensor)
-                row = _row(BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
             else:
                 found, buffer, grid = _place_tokens(
                     known, layer, tensor, probes.of(known, tensor, modules), block_tokens
                 )
-                row = _row(known.number, known.number)
+            has_hooks = calls_hooks(modules[known.name])
+            row = _row(known.number, known.number) if has_hooks else _row(BEFORE_ALL_LAYERS, AFTER_ALL_LAYERS)
             chunk = Chunk(grid, known.table.name, row, number, (found,))
             buffers[chunk] = buffer
             chunks.append(chunk)
@@ -59,6 +60,14 @@ def place(
 
     catalogue.place(placed)
     return buffers
+
+
+def calls_hooks(module: object) -> bool:
+    """Return whether vLLM calls the connector before and after this layer.
+
+    Its two attention classes do. States do not, and Kimi-Linear's latent attention, a class of its own, does not.
+    """
+    return isinstance(module, (Attention, MLAAttention))
 
 
 def _row(first: int, last: int) -> Row:
