@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig
 from vllm.config import KVTransferConfig
+from vllm.v1.executor import UniProcExecutor
 
 from hybridkv.errors import HybridKVError, InputError
 from hybridkv.integrations.vllm.settings import Settings, read_settings
@@ -24,6 +26,7 @@ def config(
     parts: dict[str, dict[str, Any]] = {
         "parallel_config": {
             "world_size": 1,
+            "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
@@ -35,8 +38,17 @@ def config(
             "prefix_match_unit": None,
             "kv_sharing_fast_prefill": False,
         },
-        "model_config": {"dtype": torch.bfloat16, "is_hybrid": True, "runner_type": "generate"},
+        "model_config": {
+            "dtype": torch.bfloat16,
+            "is_hybrid": True,
+            "is_attention_free": False,
+            "attention_chunk_size": None,
+            "runner_type": "generate",
+            "model": "tiny",
+            "hf_config": Gemma3TextConfig(num_hidden_layers=6),
+        },
         "load_config": {"load_format": "auto"},
+        "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
     }
     made: dict[str, Any] = {
         name: SimpleNamespace(**{**part, **(changes.pop(name, None) or {})}) for name, part in parts.items()
@@ -47,6 +59,7 @@ def config(
     assert not changes
     made["kv_transfer_config"] = KVTransferConfig(
         kv_connector="HybridKVConnector",
+        kv_connector_module_path="hybridkv.integrations.vllm",
         kv_role=role,
         kv_connector_extra_config={"store": FILE} if extra is None else extra,
     )
@@ -104,39 +117,69 @@ def test_roles(role: str, loads: bool, saves: bool) -> None:
     assert (settings.loads, settings.saves) == (loads, saves)
 
 
+class OneProcess(UniProcExecutor):
+    """An executor that a user names by its class."""
+
+
 @pytest.mark.parametrize(("parallel", "separate"), [
-    ({"distributed_executor_backend": None}, False),
     ({"distributed_executor_backend": "uni"}, False),
+    ({"distributed_executor_backend": OneProcess}, False),
+    ({"distributed_executor_backend": "external_launcher"}, False),
     ({"distributed_executor_backend": "mp"}, True),
-    ({"distributed_executor_backend": "ray", "world_size": 2}, True),
-    ({"distributed_executor_backend": None, "world_size": 2}, True),
+    ({"distributed_executor_backend": "mp", "world_size": 2}, True),
+    ({"distributed_executor_backend": "vllm.v1.executor.multiproc_executor.MultiprocExecutor"}, True),
 ])  # fmt: skip
 def test_processes(parallel: dict[str, Any], separate: bool) -> None:
+    """vLLM has settled which executor it takes before it makes connectors: None is never left."""
     assert read(parallel_config=parallel).separate == separate
 
 
 # What is refused.
 
 
-@pytest.mark.parametrize(("changes", "names"), [
-    ({"speculative_config": {"method": "eagle3"}}, "speculative decoding (eagle3)"),
-    ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2"),
-    ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size"),
-    ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size"),
-    ({"cache_config": {"cache_dtype": "fp8"}}, "a quantised KV cache (kv_cache_dtype 'fp8')"),
-    ({"cache_config": {"cache_dtype": "float16"}}, "kv_cache_dtype 'float16'"),
-    ({"cache_config": {"prefix_match_unit": 32}}, "prefix_match_unit 32"),
-    ({"cache_config": {"kv_sharing_fast_prefill": True}}, "kv_sharing_fast_prefill"),
-    ({"cache_config": {"mamba_cache_mode": "none"}}, "mamba_cache_mode 'none'; use 'align'"),
-    ({"cache_config": {"mamba_cache_mode": "all"}}, "mamba_cache_mode 'all'; use 'align'"),
-    ({"load_config": {"load_format": "dummy"}}, "load_format 'dummy'"),
-    ({"model_config": {"runner_type": "pooling"}}, "runner 'pooling'"),
+@pytest.mark.parametrize(("changes", "names", "way_out"), [
+    ({"speculative_config": {"method": "eagle3"}}, "speculative decoding (eagle3)", "leave out --speculative-config"),
+    ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2", "--tensor-parallel-size"),
+    ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "leave out --decode"),
+    ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size", "leave out --decode"),
+    ({"parallel_config": {"distributed_executor_backend": "external_launcher", "world_size": 2}},
+     "'external_launcher'", "set --distributed-executor-backend mp"),
+    ({"cache_config": {"cache_dtype": "fp8"}}, "KV cache (kv_cache_dtype 'fp8')", "set --kv-cache-dtype auto"),
+    ({"cache_config": {"cache_dtype": "float16"}}, "kv_cache_dtype 'float16'", "set --kv-cache-dtype auto"),
+    ({"cache_config": {"prefix_match_unit": 32}}, "prefix_match_unit 32", "leave out --prefix-match-unit"),
+    ({"cache_config": {"kv_sharing_fast_prefill": True}}, "skips layers", "leave out --kv-sharing-fast-prefill"),
+    ({"cache_config": {"mamba_cache_mode": "none"}}, "without prefix caching", "--enable-prefix-caching"),
+    ({"cache_config": {"mamba_cache_mode": "none"}, "model_config": {"is_hybrid": False, "is_attention_free": True}},
+     "without prefix caching", "--enable-prefix-caching"),
+    ({"cache_config": {"mamba_cache_mode": "all"}}, "mamba_cache_mode 'all'", "set --mamba-cache-mode align"),
+    ({"load_config": {"load_format": "dummy"}}, "load_format 'dummy'", "leave out --load-format"),
+    ({"model_config": {"runner_type": "pooling"}}, "runner 'pooling'", "set --runner generate"),
 ])  # fmt: skip
-def test_features_of_vllm_that_are_refused(changes: dict[str, Any], names: str) -> None:
+def test_features_of_vllm_that_are_refused(changes: dict[str, Any], names: str, way_out: str) -> None:
     message = refused(**changes)
     assert message.startswith("HybridKVConnector does not support ")
     assert names in message
-    assert "leave it off" in message
+    assert way_out in message
+
+
+WITHOUT_MANAGER = {"disable_hybrid_kv_cache_manager": True}
+
+
+@pytest.mark.parametrize(("beside", "chunk", "way_out"), [
+    ([], None, "leave out --disable-hybrid-kv-cache-manager"),
+    (["Other", "Third"], None, "Other and Third beside it in MultiConnector"),
+    ([], 8192, "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"),
+])  # fmt: skip
+def test_windows_need_the_hybrid_manager(beside: list[str], chunk: int | None, way_out: str) -> None:
+    given: Any = config(scheduler_config=WITHOUT_MANAGER, model_config={"attention_chunk_size": chunk})
+    with pytest.raises(InputError, match="needs vLLM's hybrid KV cache manager for tiny") as error:
+        read_settings(given, beside)
+    assert way_out in str(error.value)
+
+
+def test_models_of_one_kind_do_not_need_it() -> None:
+    for model in (LlamaConfig(), Gemma3TextConfig(layer_types=["sliding_attention"] * 26)):
+        assert read(scheduler_config=WITHOUT_MANAGER, model_config={"hf_config": model}) == read()
 
 
 def test_features_that_look_alike_are_not_refused() -> None:
@@ -150,6 +193,11 @@ def test_no_store(extra: dict[str, Any]) -> None:
     message = refused(extra)
     assert "kv_connector_extra_config: store is" in message
     assert "file:///path?size=200GiB" in message
+
+
+@pytest.mark.parametrize("url", ["s4://bucket", "file:///path?szie=4GiB", "valkey://"])
+def test_wrong_urls(url: str) -> None:
+    assert url in refused({"store": [FILE, url]})
 
 
 def test_unknown_settings() -> None:
@@ -181,6 +229,10 @@ def test_memory_alone_is_not_seen_by_all() -> None:
         seen_by_all([MEMORY])
     assert seen_by_all([MEMORY, FILE]) == [FILE]
     assert seen_by_all([FILE]) == [FILE]
+    separate = {"distributed_executor_backend": "mp"}
+    assert "add a tier that they share" in refused({"store": MEMORY}, parallel_config=separate)
+    assert read({"store": [MEMORY, FILE]}, parallel_config=separate).separate
+    assert not read({"store": MEMORY}).separate
 
 
 def test_halves_of_one_process_share_a_store() -> None:

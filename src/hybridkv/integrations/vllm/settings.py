@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from hybridkv.errors import InputError
+from hybridkv.integrations.vllm.refusals import refuse_unsupported
+from hybridkv.integrations.vllm.stores import seen_by_all
+from hybridkv.store.urls import parse_url
 from hybridkv.stream import LOAD_TIMEOUT_S
 from hybridkv.stream.finder import LOOKUP_TIMEOUT_S
 from hybridkv.units import parse_size
@@ -36,13 +41,14 @@ class Settings:
     """Whether scheduler and workers are different processes."""
 
 
-def read_settings(config: VllmConfig) -> Settings:
-    """Raises InputError for settings, and for features of vLLM, that the connector does not support."""
+def read_settings(config: VllmConfig, beside: Sequence[str] = ()) -> Settings:
+    """Raises InputError for settings, and for features of vLLM, that the connector does not support.
+
+    `beside`: as in `refuse_unsupported`.
+    """
+    refuse_unsupported(config, beside)
     transfer = config.kv_transfer_config
     given = dict(transfer.kv_connector_extra_config)
-    for name, trouble in _unsupported(config).items():
-        if trouble:
-            raise InputError(f"HybridKVConnector does not support {name}: leave it off, or run vLLM without a store")
     store = given.pop("store", None)
     store = [store] if isinstance(store, str) else store
     if not isinstance(store, list) or not store or not all(url and isinstance(url, str) for url in store):
@@ -50,6 +56,10 @@ def read_settings(config: VllmConfig) -> Settings:
             f"kv_connector_extra_config: store is {store!r}; name one or more, the fastest first: "
             '{"store": ["memory://?size=4GiB", "file:///path?size=200GiB"]}'
         )
+    for url in store:
+        parse_url(url)
+    if separate := _is_separate(config):
+        seen_by_all(store)
     settings = Settings(
         store=tuple(store),
         staging_bytes=_size(given, "staging", _STAGING),
@@ -59,7 +69,7 @@ def read_settings(config: VllmConfig) -> Settings:
         load_timeout_s=_seconds(given, "load_timeout_s", LOAD_TIMEOUT_S),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
-        separate=config.parallel_config.world_size > 1 or _executor(config) not in (None, "uni"),
+        separate=separate,
     )
     if (grid := given.pop("checkpoint_tokens", 0)) and (not isinstance(grid, int) or grid < 0 or grid % 16):
         raise _wrong("checkpoint_tokens", grid, "a multiple of 16, or 0")
@@ -69,34 +79,9 @@ def read_settings(config: VllmConfig) -> Settings:
     return settings
 
 
-def _unsupported(config: VllmConfig) -> Mapping[str, bool]:
-    """Features by name, and whether this configuration uses them."""
-    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    return {
-        f"speculative decoding ({config.speculative_config and config.speculative_config.method})": (
-            config.speculative_config is not None
-        ),
-        f"pipeline parallelism (pipeline_parallel_size {parallel.pipeline_parallel_size})": (
-            parallel.pipeline_parallel_size > 1
-        ),
-        "context parallelism (decode_context_parallel_size or prefill_context_parallel_size)": (
-            parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-        ),
-        f"a quantised KV cache (kv_cache_dtype {cache.cache_dtype!r})": (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."))
-        ),
-        f"states outside of blocks (mamba_cache_mode {cache.mamba_cache_mode!r}; use 'align')": (
-            cache.mamba_cache_mode not in ("align", "none") or (model.is_hybrid and cache.mamba_cache_mode == "none")
-        ),
-        f"vLLM's hits inside of blocks (prefix_match_unit {cache.prefix_match_unit})": bool(cache.prefix_match_unit),
-        "a prefill that skips layers (kv_sharing_fast_prefill)": cache.kv_sharing_fast_prefill,
-        "weights that are not read from files (load_format 'dummy')": config.load_config.load_format == "dummy",
-        f"models that are not decoders (runner {model.runner_type!r})": model.runner_type != "generate",
-    }
-
-
-def _executor(config: VllmConfig) -> Any:
-    return config.parallel_config.distributed_executor_backend
+def _is_separate(config: VllmConfig) -> bool:
+    """Every executor but vLLM's two of one process has workers in processes of their own."""
+    return not issubclass(Executor.get_class(config), UniProcExecutor)
 
 
 def _size(given: dict[str, Any], name: str, default: str) -> int:

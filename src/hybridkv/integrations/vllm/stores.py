@@ -42,7 +42,8 @@ def seen_by_all(urls: Sequence[str]) -> list[str]:
     shared = [url for url in urls if not url.startswith("memory:")]
     if not shared:
         raise StoreInputError(
-            f"store {' '.join(map(shown, urls))}: vLLM's scheduler and its workers are different processes "
-            f"here, and none sees the memory of another; add a tier that they share, such as file:///path?size=200GiB"
+            f"store {' '.join(map(shown, urls))}: vLLM's scheduler and its workers are different processes here "
+            f"(several GPUs, --distributed-executor-backend, or a CPU), and none sees the memory of another; add a "
+            f"tier that they share, such as file:///path?size=200GiB"
         )
     return shared
