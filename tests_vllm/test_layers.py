@@ -9,8 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
-from engines import Host, Process
+from checkpoints import FAMILIES as CHECKPOINTS
+from engines import Engine, Host, Process, transfer_config
 from hosted import FAMILIES as HOSTED
+from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.layers.attention.mla_attention import unified_mla_attention_with_output
 from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
@@ -21,6 +23,7 @@ from vllm_layers import MODELS, TWO_BLOCKS, Built
 from hybridkv.integrations.vllm.catalogue import _SAME_STATES
 from hybridkv.integrations.vllm.groups import known_layers, layer_specs
 from hybridkv.models.family import FAMILIES
+from tests.tiny import tiny_config
 
 REMOVED = {"bamba": "BambaForCausalLM", "minimax": "MiniMaxForCausalLM"}
 """Families whose classes vLLM had once."""
@@ -88,3 +91,14 @@ def test_operations_of_attention_call_hooks() -> None:
 def test_models_of_other_tests_have_vllms_names(name: str, built: dict[str, Built]) -> None:
     ours, theirs = HOSTED[name].specs(1), built[name].layers
     assert {re.sub(r"\d+", "N", one) for one in ours} == {re.sub(r"\d+", "N", one) for one in theirs}
+
+
+def test_falcon_h1_starts(host: Host, tmp_path: Path) -> None:
+    """A real engine, up to its caches: vLLM cannot prefill Mamba-2 on a CPU."""
+    config = tiny_config("falcon_h1", head_dim=32, num_attention_heads=2, max_position_embeddings=2048)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    host.wait_until_started()
+    transfer = transfer_config(["memory://?size=1MiB"])
+    engine = Engine(host, CHECKPOINTS["qwen3_next"], tmp_path, tmp_path / "log", kv_transfer_config=transfer)
+    engine.wait_until_started()
+    engine.close()
