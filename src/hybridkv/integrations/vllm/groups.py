@@ -76,7 +76,7 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> dict[LayerKey, KnownLayer]:
     """Every layer that keeps something. Raises InputError where the two descriptions differ."""
     expected = {LayerKey(spec.layer, isinstance(spec, LinearState)): spec for spec in model.layers}
-    keys = _keys_by_name(expected, {_named(name, spec) for name, spec in layer_specs(config).items()})
+    keys = _keys_by_name(expected)
     found: dict[LayerKey, KnownLayer] = {}
     for number, group in enumerate(config.kv_cache_groups):
         for name, spec in _members(group).items():
@@ -100,8 +100,8 @@ def known_layers(config: KVCacheConfig, model: ModelSpec, block_tokens: int) -> 
     return found
 
 
-def _keys_by_name(layers: Collection[LayerKey], names: Collection[LayerKey]) -> dict[LayerKey, LayerKey]:
-    """Return the layer of each name. `names`: the number and the kind of each name of vLLM's.
+def _keys_by_name(layers: Collection[LayerKey]) -> dict[LayerKey, LayerKey]:
+    """Return the layer of each name of vLLM's, by the number and the kind that the name stands for.
 
     A name has the number of its decoder layer. No two names may have the same: where decoder layers have attention and
     a state (Falcon-H1, Zamba2), vLLM counts the layers with attention from 0, and adds their count to the numbers of
@@ -110,10 +110,10 @@ def _keys_by_name(layers: Collection[LayerKey], names: Collection[LayerKey]) -> 
     reads it (`shared_identity`).
     """
     attention = sorted(key for key in layers if not key.is_state)
-    apart = {LayerKey(count, False): key for count, key in enumerate(attention)}
-    apart |= {LayerKey(len(attention) + key.layer, True): key for key in layers if key.is_state}
-    has_both = any(LayerKey(key.layer, True) in layers for key in attention)
-    return apart if has_both and apart.keys() == set(names) else {key: key for key in layers}
+    if not any(LayerKey(key.layer, True) in layers for key in attention):
+        return {key: key for key in layers}
+    counted = {LayerKey(count, False): key for count, key in enumerate(attention)}
+    return counted | {LayerKey(len(attention) + key.layer, True): key for key in layers if key.is_state}
 
 
 def state_axes(part: Part, theirs: MambaSpec) -> tuple[int, ...]:
