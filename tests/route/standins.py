@@ -153,7 +153,7 @@ class Routed:
         """Send a request, and hang up when `is_time` says so of what has come."""
         content = json.dumps(body).encode()
         with socket.create_connection(("127.0.0.1", int(self.url.split(":")[-1]))) as one:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
             one.sendall(head.encode() + content)
             one.settimeout(0.01)
             got, end = b"", time.monotonic() + PATIENCE_S

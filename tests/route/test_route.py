@@ -248,7 +248,7 @@ def test_requests_spread_over_workers() -> None:
 def test_a_client_goes_before_its_body_is_complete(prefill: StandIn, decode: StandIn) -> None:
     with routing([prefill], [decode]) as routed:
         with socket.create_connection(("127.0.0.1", int(routed.url.split(":")[-1]))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
         assert eventually(lambda: routed.metrics()["requests_total|disconnected"] == 1)
         assert routed.metrics()["requests_total|failed"] == 0
 

@@ -71,7 +71,8 @@ class Client:
         sent = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True, **body}
         content = json.dumps(sent).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n"
         )
         self._socket.sendall(head.encode() + b"\r\n" + content)
 

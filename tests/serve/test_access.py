@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.datastructures import Headers
 
 from hybridkv import Engine
+from hybridkv.errors import InputError
+from hybridkv.route import RouteOptions, make_router
 from hybridkv.serve.access import Access, Caller
+from hybridkv.serve.failures import KeyNeededError
+from tests.route.standins import listening
 from tests.serve.serving import Served, error_of, eventually, serving
 
 LOCAL = {"host": "127.0.0.1:8000"}
@@ -133,9 +139,10 @@ def test_other_keys_name_nobody(given: str) -> None:
 )
 def test_what_needs_no_key(path: str, is_open: bool) -> None:
     nobody = Caller("", False, "no key")
-    assert Access(["key"], has_page=True).may_enter(path, nobody) is is_open
-    assert Access([], "key", has_page=True).may_enter(path, nobody), "an operator's key alone closes nothing else"
-    assert not Access(["key"]).may_enter("/", nobody), "a router has no page"
+    keyed, operated = Access(["key"], has_page=True), Access([], "key", has_page=True)
+    assert (keyed.refusal(nobody, "GET", path, Headers()) is None) is is_open
+    assert operated.refusal(nobody, "GET", path, Headers()) is None, "an operator's key alone closes nothing else"
+    assert isinstance(Access(["key"]).refusal(nobody, "GET", "/", Headers()), KeyNeededError), "a router has no page"
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------
@@ -221,7 +228,7 @@ def test_the_cache_is_reset_by_the_operator_if_there_is_one(keyed: Served, serve
     error_of(ask(keyed, "POST", "/admin/cache/reset"), 401)
     error_of(ask(keyed, "POST", "/admin/cache/reset", **bearer("alice")), 403)
     assert ask(keyed, "POST", "/admin/cache/reset", **bearer("root")).json() == {"reset": True}
-    assert ask(served, "POST", "/admin/cache/reset", Host="evil.example").json() == {"reset": True}
+    assert ask(served, "POST", "/admin/cache/reset").json() == {"reset": True}
 
 
 def test_with_an_operator_key_alone_the_rest_stays_open(engine: Engine) -> None:
@@ -249,8 +256,131 @@ def test_on_another_address_without_keys_there_is_no_operator(engine: Engine) ->
         assert (found["is_operator"], found["key_needed"], found["key_ok"]) == (False, False, False)
 
 
-def test_a_page_of_another_site_sees_nothing(served: Served) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-        for path in ("requests", "live", "prefixes"):
-            assert "--operator-key" in error_of(ask(served, "GET", f"{ROOT}/{path}", **headers), 403)["message"]
-    assert ask(served, "GET", f"{ROOT}/requests", Origin=served.url).status_code == 200
+NO_API_KEYS: list[Any] = [(), ([], "operator's")]
+FOREIGN = [
+    {"Host": "evil.example"},
+    {"Host": "evil"},
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_a_page_of_another_site_may_do_nothing(headers: dict[str, str], served: Served) -> None:
+    served.post("/v1/completions", prompt=[5, 6, 7] * 20, max_tokens=1)
+    used = served.engine.stats().memory.used_bytes
+    for method, path in (
+        ("POST", "/admin/cache/reset"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/openapi.json"),
+        ("GET", "/no/such/path"),
+        *FOR_CALLERS,
+        *FOR_THE_OPERATOR,
+    ):
+        error = error_of(ask(served, method, path, **headers), 403)
+        assert ("--allowed-host" if "Host" in headers else "--cors-origin") in error["message"]
+        assert error["type"] == "permission_error"
+    assert served.engine.stats().memory.used_bytes == used
+
+
+def test_the_page_itself_may_do_everything(served: Served) -> None:
+    for headers in ({"Origin": served.url}, {"Origin": served.url, "Sec-Fetch-Site": "same-origin"}):
+        assert ask(served, "GET", "/", **headers).status_code == 200
+        assert ask(served, "GET", f"{ROOT}/requests", **headers).status_code == 200
+        assert ask(served, "POST", "/admin/cache/reset", **headers).status_code == 200
+
+
+OPENED = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "enters"),
+    [
+        ("POST", "/v1/completions", {"host": "10.0.0.5:8000"}, True),
+        ("POST", "/v1/completions", {"host": "[2001:db8::1]:8000"}, True),
+        ("POST", "/v1/completions", {"host": "LocalHost:8000"}, True),
+        ("POST", "/v1/completions", {"host": "gpu.example"}, True),
+        ("POST", "/v1/completions", {"host": "GPU.example:8000"}, True),
+        ("POST", "/v1/completions", {"host": "a.wild.example"}, True),
+        ("POST", "/v1/completions", {}, True),
+        ("POST", "/v1/completions", {"host": "10.0.0.5:8000", "origin": "http://10.0.0.5:8000"}, True),
+        ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "https://chat.example"}, True),
+        ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "https://chat.example", **OPENED}, True),
+        ("GET", "/metrics", {"host": "hybridkv:8000"}, True),
+        ("GET", "/health", {"host": "hybridkv:8000"}, True),
+        ("GET", "/", OPENED, True),
+        ("GET", "/docs", {"host": "localhost", **OPENED}, True),
+        ("POST", "/v1/completions", {"host": "hybridkv:8000"}, False),
+        ("POST", "/v1/completions", {"host": "other.example"}, False),
+        ("POST", "/v1/completions", {"host": "wild.example"}, False),
+        ("POST", "/v1/completions", {"host": "notwild.example"}, False),
+        ("POST", "/v1/completions", {"host": "gpu.example.evil.example"}, False),
+        ("POST", "/v1/completions", {"host": "127.0.0.1.evil.example"}, False),
+        ("POST", "/v1/completions", {"host": "10.0.0.5:8000@evil.example"}, False),
+        ("POST", "/v1/completions", {"host": ""}, False),
+        ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "http://10.0.0.5:9000"}, False),
+        ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "https://chat.example.evil.example"}, False),
+        ("POST", "/v1/completions", {"host": "10.0.0.5", "sec-fetch-site": "cross-site"}, False),
+        ("POST", "/admin/cache/reset", {"host": "10.0.0.5", "origin": "https://chat.example"}, False),
+        ("POST", "/v1/completions", OPENED, False),
+        ("GET", "/docs", {**OPENED, "sec-fetch-dest": "iframe"}, False),
+        ("GET", "/docs", {**OPENED, "host": "evil.example"}, False),
+        ("GET", "/metrics", {"origin": "http://evil.example"}, False),
+        ("GET", "/", {"host": "evil.example"}, False),
+    ],
+)
+def test_hosts_and_pages_without_keys(method: str, path: str, headers: dict[str, str], enters: bool) -> None:
+    sites: Any = {"allowed_hosts": ["gpu.example", "*.wild.example"], "cors_origins": ["https://chat.example"]}
+    given = Headers(headers)
+    for keys in NO_API_KEYS:
+        access = Access(*keys, has_page=True, **sites)
+        assert (access.refusal(access.caller(given), method, path, given) is None) is enters
+        assert (
+            Access(allowed_hosts=["*"]).refusal(Caller("", False), "GET", "/", Headers({"host": "x.example"})) is None
+        )
+    keyed = Access(["key"], "operator's", **sites)
+    for key in ("key", "operator's"):
+        with_key = Headers({**headers, "authorization": f"Bearer {key}"})
+        assert keyed.refusal(keyed.caller(with_key), method, path, with_key) is None
+
+
+def test_a_refused_host_is_told_the_way_in() -> None:
+    headers = Headers({"host": "Hybridkv.example:8000"})
+    told = str(Access().refusal(Caller("", False), "GET", "/v1/models", headers))
+    assert told.endswith("call it by its IP address, or start it with --allowed-host hybridkv.example")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "origins", "words"),
+    [
+        (["http://x"], [], "allowed host 'http://x': write a name without a port"),
+        (["x:80"], [], "allowed host 'x:80'"),
+        ([""], [], "allowed host ''"),
+        (["a*.example"], [], "allowed host"),
+        ([], ["chat.example"], "CORS origin 'chat.example': write it as browsers send it"),
+        ([], ["https://chat.example/"], "CORS origin"),
+        ([], ["null"], "CORS origin 'null'"),
+        ([], ["*"], "CORS origin '*' without an API key: any page"),
+    ],
+)
+def test_sites_that_are_none(hosts: list[str], origins: list[str], words: str) -> None:
+    for keys in NO_API_KEYS:
+        with pytest.raises(InputError, match=re.escape(words)):
+            Access(*keys, allowed_hosts=hosts, cors_origins=origins)
+
+
+def test_the_router_has_the_same_rules() -> None:
+    workers = ("http://127.0.0.1:1",)
+    options = RouteOptions(workers, workers, allowed_hosts=("gpu.example",), cors_origins=("https://chat.example",))
+    with listening(make_router(options)) as url:
+        statuses = [
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=headers).status_code
+            for headers in ({"Host": "evil.example"}, {"Host": "gpu.example"}, {"Origin": "https://chat.example"})
+        ]
+        allowed = httpx.get(f"{url}/v1/models", headers={"Origin": "https://chat.example"}).headers
+    assert statuses == [403, 503, 503]
+    assert allowed["access-control-allow-origin"] == "https://chat.example"

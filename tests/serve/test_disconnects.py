@@ -100,7 +100,7 @@ def test_all_of_a_request_goes(mine: Served, pace: Pace) -> None:
 
 def test_before_the_body_is_complete(mine: Served, pace: Pace) -> None:
     with socket.create_connection(("127.0.0.1", int(mine.url.split(":")[-1]))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
     pace.run()
     assert gone(mine)
     assert mine.metrics()["hybridkv_requests_total|refused"] == 0

@@ -30,7 +30,7 @@ def keyed(engine: Engine) -> Iterator[Served]:
 def raw(served: Served, path: str) -> bytes:
     """The status line of a request whose path no client would send so."""
     with socket.create_connection(("127.0.0.1", int(served.url.split(":")[-1])), timeout=PATIENCE_S) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
         return connection.recv(64).split(b"\r\n")[0]
 
 

@@ -272,7 +272,8 @@ def test_bodies_that_are_too_large(served: Served) -> None:
             in error_of(response, 413)["message"]
         )
     announced = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {10**15}\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {10**15}\r\n"
     )
     with socket.create_connection(("127.0.0.1", int(served.url.split(":")[-1])), timeout=10) as connection:
         connection.sendall(announced.encode() + b"\r\n")

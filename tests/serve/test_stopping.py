@@ -29,7 +29,7 @@ def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
 def slow_body(served: Served) -> socket.socket:
     """A client that has sent a part of its request."""
     connection = socket.create_connection(("127.0.0.1", int(served.url.split(":")[-1])))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
     return connection
 
 

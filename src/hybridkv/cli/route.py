@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from hybridkv.cli.door_options import (
+    AllowedHost,
+    CorsOrigin,
+    MaxConnections,
+    MaxConnectionsPerAddress,
+    ReceiveTimeout,
+    sites,
+)
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.serve import KEY_VARIABLE, api_keys, check_choice, check_server_options
 from hybridkv.cli.tables import console
@@ -38,10 +46,15 @@ def route_command(
             metavar="KEY", help=f"A key that clients must send; may be given more than once. Also: ${KEY_VARIABLE}."
         ),
     ] = None,
+    allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
     prefill_timeout: Annotated[
         float, typer.Option(help="Seconds after which the decode worker computes a prompt itself.")
     ] = 120.0,
     max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB",
+    max_connections: MaxConnections = None,
+    max_connections_per_address: MaxConnectionsPerAddress = None,
+    receive_timeout: ReceiveTimeout = 20.0,
     shutdown_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have to finish when the router stops.")
     ] = 30,
@@ -53,6 +66,7 @@ def route_command(
     keys = api_keys(api_key or [])
     max_body_bytes = parse_size(max_body)
     check_server_options(port, max_body_bytes, shutdown_timeout)
+    hosts, origins = sites(serve, host, allowed_host, cors_origin, keys)
     check_choice("log format", log_format, serve.LOG_FORMATS)
     check_choice("log level", log_level, serve.LOG_LEVELS)
     options = route.RouteOptions(
@@ -62,6 +76,9 @@ def route_command(
         max_body_bytes=max_body_bytes,
         prefill_timeout_s=prefill_timeout,
         is_early=early,
+        allowed_hosts=hosts,
+        cors_origins=origins,
+        connections=serve.ConnectionLimits(max_connections, max_connections_per_address, receive_timeout),
     )
     serve.set_up_logs(log_format, log_level)
     server = serve.Server(host, port)

@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from hybridkv.cli.door_options import (
+    AllowedHost,
+    CorsOrigin,
+    MaxConnections,
+    MaxConnectionsPerAddress,
+    ReceiveTimeout,
+    sites,
+)
 from hybridkv.cli.engine_options import EngineOptions, takes_engine_options
 from hybridkv.cli.interrupts import QuietImports
 from hybridkv.cli.layers import parse_layers
@@ -60,12 +68,17 @@ def serve_command(
             help=f"The operator's key: it shows all requests and what is cached. Also: ${OPERATOR_KEY_VARIABLE}.",
         ),
     ] = None,
+    allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
     history: Annotated[int, typer.Option(help="Ended requests whose records are kept; 0: none.")] = 1000,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Serve no page at /.")] = False,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
     ] = 1024,
     max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB",
+    max_connections: MaxConnections = None,
+    max_connections_per_address: MaxConnectionsPerAddress = None,
+    receive_timeout: ReceiveTimeout = 20.0,
     shutdown_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have to finish when the server stops.")
     ] = 30,
@@ -141,6 +154,8 @@ def serve_command(
     keys, operator = api_keys(api_key or []), _operator_key(operator_key)
     max_body_bytes = parse_size(max_body)
     check_server_options(port, max_body_bytes, shutdown_timeout)
+    hosts, origins = sites(serve, host, allowed_host, cors_origin, keys)
+    connections = serve.ConnectionLimits(max_connections, max_connections_per_address, receive_timeout)
     if max_waiting < 1:
         raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
     if history < 0:
@@ -179,6 +194,9 @@ def serve_command(
                 is_local=server.is_local,
                 history=history,
                 ui=not no_ui,
+                allowed_hosts=hosts,
+                cors_origins=origins,
+                connections=connections,
             ),
         )
         gc.collect()

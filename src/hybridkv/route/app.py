@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,10 +16,15 @@ from hybridkv.errors import InputError
 from hybridkv.route.pool import Pool
 from hybridkv.route.router import Router
 from hybridkv.serve.access import Access
+from hybridkv.serve.connection_limits import ConnectionLimits
+from hybridkv.serve.connections import Connections
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.middleware import Front
 from hybridkv.serve.replies import Health
 from hybridkv.serve.service import CHAT, COMPLETIONS
+
+_FILES_EACH = 3
+"""A client's connection, and one to each of two workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class RouteOptions:
     """Ask both workers at once, under a transfer id that the router chooses."""
     rest_s: float = 5.0
     """Time for which a worker is skipped that could not be reached."""
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """The last three: as in the server's options."""
 
     def __post_init__(self) -> None:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
@@ -73,7 +82,10 @@ def make_router(options: RouteOptions) -> Front:
         if path in (COMPLETIONS, CHAT):
             router.metrics.ended(outcome)
 
-    return Front(app, access=Access(options.api_keys), max_body_bytes=options.max_body_bytes, on_end=count)
+    access = Access(options.api_keys, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins)
+    connections = Connections(options.connections, prefix="hybridkv_route", files_each=_FILES_EACH)
+    router.metrics.add(connections)
+    return Front(app, access=access, connections=connections, max_body_bytes=options.max_body_bytes, on_end=count)
 
 
 def _add_endpoints(app: FastAPI, router: Router) -> None:

@@ -33,6 +33,9 @@ class Metrics:
         for reason in FALLBACKS:
             self._fallbacks.labels(reason)
 
+    def add(self, collector: Collector) -> None:
+        self._registry.register(collector)
+
     def ended(self, outcome: str) -> None:
         """Count a finished request. `outcome`: one of `OUTCOMES`."""
         self._requests.labels(outcome).inc()

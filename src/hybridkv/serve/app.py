@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +17,8 @@ from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.access import Access, need_operator
+from hybridkv.serve.connection_limits import ConnectionLimits
+from hybridkv.serve.connections import Connections
 from hybridkv.serve.failures import answer_failures, failure
 from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.hidden_states import HiddenStates
@@ -89,6 +91,11 @@ class ServeOptions:
     """Ended requests whose records are kept. 0: none."""
     ui: bool = True
     """Whether there is a page at /."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients call a server without keys, besides IP addresses and localhost. `*`: any."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may use the paths under /v1. `*`: any, which needs API keys."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 def make_app(engine: Engine, options: ServeOptions) -> Front:
@@ -97,9 +104,18 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     hidden_states = HiddenStates(engine, options.hidden_folder, options.hidden_layers)
     history = History(options.history)
     service = Service(engine, name, options.root or name, options.max_waiting, hidden_states, history)
-    access = Access(options.api_keys, options.operator_key, is_local=options.is_local, has_page=True)
+    access = Access(
+        options.api_keys,
+        options.operator_key,
+        is_local=options.is_local,
+        has_page=True,
+        allowed_hosts=options.allowed_hosts,
+        cors_origins=options.cors_origins,
+    )
     inspection = Inspection(service, access)
+    connections = Connections(options.connections, prefix="hybridkv")
     service.metrics.add_inspection(history, inspection.live)
+    service.metrics.add(connections)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -120,7 +136,12 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     if options.ui:
         add_pages(app, Pages())
     return Front(
-        app, access=access, max_body_bytes=options.max_body_bytes, on_end=service.end, on_stop=inspection.live.stop
+        app,
+        access=access,
+        connections=connections,
+        max_body_bytes=options.max_body_bytes,
+        on_end=service.end,
+        on_stop=inspection.live.stop,
     )
 
 

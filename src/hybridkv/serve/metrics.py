@@ -119,6 +119,9 @@ class Metrics:
     def add_inspection(self, history: History, live: Live) -> None:
         self._registry.register(_InspectionCollector(history, live))
 
+    def add(self, collector: Collector) -> None:
+        self._registry.register(collector)
+
     def finished(self, results: Sequence[Result]) -> None:
         """Record the results of finished prompts."""
         for result in results:

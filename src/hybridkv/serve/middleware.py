@@ -1,4 +1,4 @@
-"""Middleware before every endpoint: API keys, body size limit, request ids, access log.
+"""Middleware before every endpoint: who may enter, limits of the body, request ids, access log.
 
 The request's state has its `request_id` and its `caller`. Endpoints may set two fields of it: `facts` for the log, and
 `outcome` where the status does not show it (a stream's status is sent before its outcome is known).
@@ -13,14 +13,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridkv.serve.access import KEY_NEEDED, Access
-from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure
+from hybridkv.serve.access import Access
+from hybridkv.serve.connections import Connections
+from hybridkv.serve.cors import Cors
+from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure, status_of
 from hybridkv.serve.jobs import StoppingError
-from hybridkv.units import format_bytes
+from hybridkv.serve.request_body import RequestBody
 
 LOG = logging.getLogger("hybridkv.serve")
 _OUTCOMES = {CLIENT_GONE: "disconnected", 429: "busy", NO_SPACE: "busy"}
@@ -84,13 +85,16 @@ class Front:
         app: ASGIApp,
         *,
         access: Access,
+        connections: Connections,
         max_body_bytes: int,
         on_end: Ended,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_stop`: called on the event loop when the server begins to stop."""
         self.stop = on_stop
+        self.connections = connections
         self._app = app
+        self._gate = Cors(self._enter, access.cors_origins)
         self._on_end = on_end
         self._access = access
         self._max_body_bytes = max_body_bytes
@@ -100,12 +104,17 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers, visit = Headers(scope=scope), _Visit(scope, send)
-        caller = visit.state["caller"] = self._access.caller(headers)
+        visit.state["caller"] = self._access.caller(headers)
+        body = RequestBody(
+            headers,
+            receive,
+            max_bytes=self._max_body_bytes,
+            timeout_s=self.connections.limits.receive_timeout_s,
+            is_answered=lambda: visit.is_begun,
+            on_slow=self.connections.count_slow_body,
+        )
         try:
-            if not self._access.may_enter(visit.path, caller):
-                await failure(401, KEY_NEEDED)(scope, receive, visit.tell)
-            else:
-                await self._app(scope, self._limited(headers, receive), visit.tell)
+            await self._gate(scope, body.receive, visit.tell)
         except asyncio.CancelledError:  # for example while a slow body is read
             visit.state["outcome"] = "stopped"
             if visit.is_begun:
@@ -120,27 +129,14 @@ class Front:
             visit.log(logging.DEBUG if self._access.is_open(visit.path) else logging.INFO)
             self._on_end(visit.path, visit.outcome, visit.state)
 
-    def _limited(self, headers: Headers, receive: Receive) -> Receive:
-        """A `receive` that refuses too large bodies as soon as their size is known, and does not buffer them."""
-        announced, seen = headers.get("content-length", ""), 0
-
-        async def limited() -> Message:
-            nonlocal seen
-            if announced.isdigit() and len(announced) < 20 and int(announced) > self._max_body_bytes:
-                raise self._too_large()
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return limited
-
-    def _too_large(self) -> HTTPException:
-        most = format_bytes(self._max_body_bytes)
-        return HTTPException(
-            413, f"the body has more than {most}: send less, or start the server with a larger --max-body"
-        )
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request if its caller may enter."""
+        caller, headers = scope["state"]["caller"], Headers(scope=scope)
+        refusal = self._access.refusal(caller, scope["method"], scope["path"], headers)
+        if refusal is not None:
+            await failure(status_of(refusal), str(refusal))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _clean_id(given: str | None) -> str:

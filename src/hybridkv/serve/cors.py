@@ -1,0 +1,30 @@
+"""Pages of other origins (CORS): which ones may use the paths under /v1, as browsers ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+CORS_PATHS = "/v1/"
+_METHODS = ("GET", "POST", "DELETE")
+_EXPOSED = ("X-Request-Id", "Retry-After")
+"""Headers of replies that pages may read."""
+
+
+class Cors:
+    """ASGI middleware. Without origins, it does nothing."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._open = app
+        if origins:
+            # Headers of requests are not restricted: OpenAI's client has many of its own.
+            self._open = CORSMiddleware(
+                app, origins, allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._open if scope["path"].startswith(CORS_PATHS) else self._app
+        await app(scope, receive, send)
