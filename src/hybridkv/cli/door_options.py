@@ -22,12 +22,7 @@ CorsOrigin = Annotated[
         "than once.",
     ),
 ]
-MaxConnections = Annotated[
-    int | None,
-    typer.Option(
-        help="Connections at most.", show_default="as many as file descriptors (ulimit -n) allow, at most 16384"
-    ),
-]
+MaxConnections = Annotated[int | None, typer.Option(help="Connections at most.", show_default="what ulimit -n allows")]
 MaxConnectionsPerAddress = Annotated[
     int | None,
     typer.Option(
