@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from hybridkv.cli.main import run
+from hybridkv.serve import ConnectionLimits
 
 PATIENCE_S = 60.0
 WORKERS = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
@@ -35,6 +36,9 @@ def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     ([*WORKERS, "--prefill-timeout", "nan"], "choose more than 0"),
     ([*WORKERS, "--shutdown-timeout", "-1"], "choose 0 or more"),
     ([*WORKERS, "--api-key", ""], "an API key that is empty"),
+    ([*WORKERS, "--allowed-host", "x:80"], "allowed host 'x:80'"),
+    ([*WORKERS, "--cors-origin", "*"], "CORS origin '*' without an API key"),
+    ([*WORKERS, "--max-connections", "0"], "max connections 0"),
     ([*WORKERS, "--log-level", "loud"], "log level 'loud'"),
     ([*WORKERS, "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
 ])  # fmt: skip
@@ -44,6 +48,23 @@ def test_wrong_options(args: list[str], message: str, capsys: pytest.CaptureFixt
     assert error.startswith("hybridkv: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_options_reach_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(BaseException):
+        """Carries the router's options out of the command."""
+
+    def make(options: Any) -> None:
+        raise Made(options)
+
+    monkeypatch.setattr("hybridkv.route.make_router", make)
+    sites = ["--allowed-host", "gpu.example", "--cors-origin", "*", "--api-key", "k"]
+    limits = ["--max-connections", "9", "--max-connections-per-address", "4", "--receive-timeout", "2.5"]
+    with pytest.raises(Made) as caught:
+        run(["route", *WORKERS, "--port", "0", *sites, *limits])
+    options = caught.value.args[0]
+    assert (options.allowed_hosts, options.cors_origins) == (("gpu.example", "127.0.0.1"), ("*",))
+    assert options.connections == ConnectionLimits(9, 4, 2.5)
 
 
 def test_a_router_from_start_to_end() -> None:

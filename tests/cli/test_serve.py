@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from hybridkv.cli.main import run
+from hybridkv.serve import ConnectionLimits
 from tests.engine.checkpoints import save_checkpoint
 
 PATIENCE_S = 60.0
@@ -186,7 +187,16 @@ def test_an_empty_key_from_the_environment_opens_no_door(
     [
         ([], {"operator_key": "of the environment", "is_local": True, "history": 1000, "ui": True}),
         (["--operator-key", "k", "--history", "7", "--no-ui"], {"operator_key": "k", "history": 7, "ui": False}),
-        (["--host", "0.0.0.0"], {"is_local": False}),
+        (["--host", "0.0.0.0"], {"is_local": False, "allowed_hosts": ("0.0.0.0",), "cors_origins": ()}),
+        (
+            ["--allowed-host", "gpu.example", "--cors-origin", "https://chat.example", "--cors-origin", "http://x:1"],
+            {"allowed_hosts": ("gpu.example", "127.0.0.1"), "cors_origins": ("https://chat.example", "http://x:1")},
+        ),
+        (
+            ["--max-connections", "9", "--max-connections-per-address", "4", "--receive-timeout", "2.5"],
+            {"connections": ConnectionLimits(9, 4, 2.5)},
+        ),
+        ([], {"connections": ConnectionLimits()}),
     ],
 )
 def test_options_reach_the_server(args: list[str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +249,11 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureF
         (["--hidden-states-size", "10GiB"], "--hidden-states-size 10GiB without --hidden-states-dir: name a directory"),
         (["--hidden-states-ttl", "600"], "--hidden-states-ttl 600 without --hidden-states-dir: name a directory"),
         (["--shutdown-timeout", "-1"], "shutdown timeout -1 s"),
+        (["--allowed-host", "gpu.example:8000"], "allowed host 'gpu.example:8000': write a name without a port"),
+        (["--cors-origin", "*"], "CORS origin '*' without an API key"),
+        (["--max-connections", "0"], "max connections 0: at least 1 client must be let in"),
+        (["--max-connections-per-address", "0"], "max connections per address 0"),
+        (["--receive-timeout", "0"], "receive timeout 0.0 s: choose a number above 0"),
         (["--log-format", "xml"], "log format 'xml': choose text or json"),
         (["--log-level", "loud"], "log level 'loud'"),
         (["--api-key", ""], "an API key that is empty"),
