@@ -219,6 +219,27 @@ def test_a_body_that_has_stalled_makes_room_and_one_that_comes_does_not(
         assert dropped(served)["body"] == 1
 
 
+class NarrowServer(Server):
+    """One whose sockets hold little."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+def test_a_reply_that_is_on_its_way_is_not_cut(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.serve.serving.Server", NarrowServer)
+    with limited(engine, 1) as served, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(PATIENCE_S)
+        slow.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+        slow.sendall(WHOLE.replace(b"/health", b"/openapi.json"))
+        assert select([slow], [], [], PATIENCE_S)[0]
+        with connect(served.url, WHOLE) as refused:
+            assert "too many connections" in error_on(refused, 503)
+        assert "paths" in read_reply(slow, 200)
+
+
 # --- time limits ------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +302,15 @@ def test_the_rest_of_a_body_that_has_its_answer(engine: Engine) -> None:
             with suppress(ConnectionResetError):
                 assert upload.recv(65536) == b""
         assert dropped(served) == {}
+
+
+def test_a_reply_that_has_begun_waits_for_no_body(engine: Engine) -> None:
+    events = b"GET /v1/hybridkv/live HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+    with limited(engine, receive_timeout_s=0.3) as served, connect(served.url, events) as watcher:
+        assert watcher.recv(65536).startswith(b"HTTP/1.1 200")
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            assert not select([watcher], [], [], 0.05)[0] or watcher.recv(65536)
 
 
 # --- the log, and file descriptors ------------------------------------------------------------------------------------
@@ -385,3 +415,17 @@ def test_without_a_file_descriptor_an_idle_connection_makes_room(
         assert is_closed(idle)
     [line] = [record.__dict__["facts"] for record in caplog.records]
     assert (line["refused_files"], line["dropped_idle"]) == (1, 1)
+
+
+def test_without_a_file_descriptor_for_long_nothing_spins(
+    engine: Engine, pace: Pace, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.serve.serving.Server", ServerWithOneFile)
+    with limited(engine) as served:
+        stream = running(served)
+        with connect(served.url, WHOLE) as waiting:
+            assert not select([waiting], [], [], 0.5)[0]
+            stream.vanish()
+            read_reply(waiting, 200)
+        pace.run()
+        assert 1 <= dropped(served)["files"] <= 20
