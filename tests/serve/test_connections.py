@@ -27,6 +27,7 @@ from hybridkv.serve import ConnectionLimits, Server
 from hybridkv.serve.connection_limits import peer_of, room_for
 from tests.engine.zoo import prompt
 from tests.serve.serving import PATIENCE_S, Client, Pace, Served, eventually, serving
+from tests.serve.test_stopping import NarrowServer
 
 HALF = b"GET /health HTTP/1.1\r\n"
 WHOLE = HALF + b"Host: localhost\r\n\r\n"
@@ -217,14 +218,6 @@ def test_a_body_that_has_stalled_makes_room_and_one_that_comes_does_not(
         check_health(served.url)
         assert eventually(lambda: is_closed(upload))
         assert dropped(served)["body"] == 1
-
-
-class NarrowServer(Server):
-    """One whose sockets hold little."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
 def test_a_reply_that_is_on_its_way_is_not_cut(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
