@@ -212,9 +212,10 @@ class Driver:
         params: SamplingParams = GREEDY,
         *,
         breakpoints: Sequence[int] = (),
+        client: str = "",
         **key: Any,
     ) -> None:
-        self.core.add(name, Prompt(prompt, breakpoints), params, lookup_key(**key))
+        self.core.add(name, Prompt(prompt, breakpoints), params, lookup_key(**key), client=client)
 
     def step(self) -> list[Update]:
         """One step, checked."""

@@ -103,7 +103,6 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
-        self._arrivals = 0
         if streaming is not None:
             streaming.others_wait = self.others_wait
         self.publishing = Publishing(lambda: sum(self.seconds.values()), lambda: self.has_work)
@@ -123,25 +122,26 @@ class EngineCore:
         params: SamplingParams,
         key: LookupKey = PLAIN_KEY,
         remote: RemoteDecode | RemotePrefill | None = None,
+        client: str = "",
     ) -> None:
         """Queue a request, or refuse it at once if it can never be served.
 
-        `remote`: another engine continues it after its first token, or computes its prompt.
+        `remote`: another engine continues it after its first token, or computes its prompt. `client`: whose request it
+        is; those of different clients start in turn.
         """
         self.limits.check(prompt, params)
         if isinstance(remote, RemoteDecode):
             params = replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another, or leave it out")
-        self._arrivals += 1
         request = Request(
             request_id,
-            self._arrivals,
             prompt,
             params,
             key,
             self.limits.tapped(params),
             self.publishing,
+            client=client,
             has_store=self.streaming is not None,
         )
         if isinstance(remote, RemoteDecode):
@@ -504,8 +504,7 @@ class EngineCore:
         if first.wants_prompt_rows:
             self._read_prompt_rows(first.request, lease)
         samples = first.request.samples
-        free = max(0, self.scheduler.max_num_seqs - len(self.scheduler.running))
-        twins = self.cache.fork(lease, min(free, len(samples) - 1))
+        twins = self.cache.fork(lease, min(self.scheduler.num_free_for(first.request.client), len(samples) - 1))
         leases: list[Lease | None] = [lease, *(() if isinstance(twins, NoRoom) else twins)]
         leases += [None] * (len(samples) - len(leases))
         for sample, one, token in zip(samples, leases, sampled, strict=True):

@@ -174,12 +174,14 @@ class Engine:
         *,
         cache_salt: str = "",
         kv_transfer_params: Mapping[str, Any] | None = None,
+        client: str = "",
         progress: bool = True,
     ) -> list[Result]:
         """Complete all prompts; results are in the same order. A prompt is a text, token ids, or from `render_chat`.
 
         `sampling_params`: one for all prompts, or one for each. `cache_salt`: requests with different salts share no
-        cached data. `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`.
+        cached data. `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`. `client`: whose
+        prompts these are; waiting prompts of different clients start in turn.
         Bad prompts and parameters are refused before any request starts. All requests start together: what their
         prompts share is computed once.
         """
@@ -189,7 +191,7 @@ class Engine:
         requests, key = self._checked(asked, chosen), lookup_key(cache_salt)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         submitted = [
-            self._submission(prompt, params, key, news.put, remote)
+            self._submission(prompt, params, key, news.put, remote, client)
             for prompt, params in zip(requests, chosen, strict=True)
         ]
         try:
@@ -208,10 +210,12 @@ class Engine:
         *,
         cache_salt: str = "",
         kv_transfer_params: Mapping[str, Any] | None = None,
+        client: str = "",
         request_id: str | None = None,
     ) -> AsyncIterator[Update]:
         """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request.
 
+        `client`: whose request it is; waiting requests of different clients start in turn.
         `request_id`: its name in updates, results and records; no other running request may have it.
         `kv_transfer_params`: {"do_remote_decode": True} ends the request after its first token and keeps its prompt for
         another engine; that engine gets the result's `kv_transfer_params`, with the same prompt and parameters.
@@ -227,7 +231,7 @@ class Engine:
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        submitted = self._submission(ready, chosen, key, sink, remote, request_id)
+        submitted = self._submission(ready, chosen, key, sink, remote, client, request_id)
         self._loop.add([submitted])
         done = False
         try:
@@ -392,11 +396,12 @@ class Engine:
         params: SamplingParams,
         key: LookupKey,
         sink: Sink,
-        remote: RemoteDecode | RemotePrefill | None = None,
+        remote: RemoteDecode | RemotePrefill | None,
+        client: str,
         request_id: str | None = None,
     ) -> Submission:
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote))
+        return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote, client))
 
     def _tend_link(self) -> None:
         """The link has news for the engine's thread."""

@@ -35,8 +35,8 @@ class Sample:
         self.index = index
         self.row = row
         self.text = text
-        self.rank = (request.number, index)
-        """Scheduling order: a lower rank is older."""
+        self.turn = 0
+        """Number of its first start, counted over all samples. A fork has its parent's; 0: it has not run yet."""
         self.lease: Lease | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -60,6 +60,15 @@ class Sample:
         """Hidden states of its prompt and reply, once it has ended; of "all" tokens only."""
         self._keys: BlockKeys | None = None
         self._tokens = request.prompt.ids.packed
+
+    @property
+    def has_run(self) -> bool:
+        return self.turn > 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Scheduling order of samples that have run: a lower rank is older."""
+        return self.turn, self.index
 
     @property
     def tokens(self) -> bytes:
@@ -220,18 +229,18 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        number: int,
         prompt: Prompt,
         params: SamplingParams,
         key: LookupKey,
         tapped: Tapped,
         publishing: Publishing,
         *,
+        client: str,
         has_store: bool,
     ) -> None:
         self.id = request_id
-        self.number = number
-        """Arrival number: a lower one arrived earlier."""
+        self.client = client
+        """Requests of different clients start in turn."""
         self.prompt = prompt
         self.prompt_tokens = prompt.num_tokens
         self.breakpoints = prompt.breakpoints
@@ -260,6 +269,11 @@ class Request:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+
+    @property
+    def num_to_fork(self) -> int:
+        """Number of its samples that are forked when its prompt has been computed."""
+        return max(0, self.num_samples - len(self.samples))
 
     @property
     def is_over(self) -> bool:

@@ -4,13 +4,15 @@ Prefill and decode are not separate phases: a decoding sample is one with a sing
 
 Decoding samples are scheduled first, one token each, so that prefills do not delay them. The rest of the token budget
 goes to prefills, oldest first. `Pace` limits it: no prefill is added to a step that is long enough, and while others
-decode no prefill makes the step much longer. When memory runs out, the youngest sample is preempted: it returns to its
-place in the queue, and its computed pages stay cached if possible. The oldest sample is never preempted for others, so
-every request finishes.
+decode no prefill makes the step much longer. Clients take turns in the queue (`Waiting`). When memory runs out, the
+youngest sample, the last one that started, is preempted: it returns to the head of the queue, and its computed pages
+stay cached if possible. It keeps its age, so a sample is preempted only for those that started before it. The oldest
+sample is never preempted for others, so every request finishes.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from hybridkv.engine.linking.receipts import Receipts
 from hybridkv.engine.pace import Pace
 from hybridkv.engine.request import Sample
 from hybridkv.engine.streaming.store_traffic import Streaming
+from hybridkv.engine.waiting import Waiting
 
 _LOOK_AHEAD = 32
 """Number of waiting samples matched per step, to see whether a running sample computes their prefix."""
@@ -52,8 +55,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.pace = Pace()
-        self.waiting: list[Sample] = []
+        self.waiting = Waiting()
         self.running: list[Sample] = []
+        """Oldest first."""
+        self._turns = itertools.count(1)
         self.preempted = 0
         self.followed = 0
         """Samples that waited for another request to compute their prefix."""
@@ -68,22 +73,37 @@ class Scheduler:
     def num_samples(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of samples that do not run, n for each prompt that has not been computed."""
+        return self.waiting.num_samples + sum(one.request.num_to_fork for one in self.running)
+
+    def num_free_for(self, client: str) -> int:
+        """Number of samples that a fork of this client may start at once: it leaves a place to all whose turn it is."""
+        return max(0, self.max_num_seqs - len(self.running) - self.waiting.num_ahead(client))
+
     def only_runs(self, count: int) -> bool:
         """Whether `count` running samples are all that can be scheduled now: no other runs, none can start."""
         may_start = self.waiting and len(self.running) < self.max_num_seqs and not self._is_full
         return len(self.running) == count and not may_start
 
     def add(self, sample: Sample) -> None:
-        """Add to the queue in order of arrival, or to the running samples if it already has a lease (a fork)."""
-        insort(self.waiting if sample.lease is None else self.running, sample, key=lambda one: one.rank)
+        """Add to the queue, or to the running samples if it already has a lease (a fork)."""
+        if sample.lease is None:
+            self.waiting.add(sample)
+        else:
+            self._run(sample, sample.request.samples[0].turn)
+
+    def _run(self, sample: Sample, turn: int) -> None:
+        sample.turn = turn
+        insort(self.running, sample, key=lambda one: one.rank)
 
     def remove(self, sample: Sample) -> None:
         """Remove an ended sample, at any time. Its computed tokens stay cached, unless a step is in flight."""
         lease, sample.lease = sample.lease, None
         arrival, sample.request.arrival = sample.request.arrival, None
         if lease is None:
-            if sample in self.waiting:
-                self.waiting.remove(sample)
+            self.waiting.discard(sample)
         else:
             self.running.remove(sample)
             self._is_full = False
@@ -114,7 +134,7 @@ class Scheduler:
         enough = min(budget, self.pace.enough_tokens)
         asked = self._admit(enough)
         if self.streaming is not None:
-            for sample in self.waiting[:_LOOK_AHEAD]:
+            for sample in self.waiting.first(_LOOK_AHEAD):
                 if sample not in asked:
                     self.streaming.prefetch(sample)
         self._ask_for_prompts()
@@ -141,7 +161,7 @@ class Scheduler:
         if self._is_full and self.running:
             return asked
         unfed = sum(one.to_compute for one in self.running)
-        for sample in self.waiting[:_LOOK_AHEAD]:
+        for sample in self.waiting.first(_LOOK_AHEAD):
             if len(self.running) >= self.max_num_seqs:
                 break
             if sample.request.arrival is not None:
@@ -172,7 +192,7 @@ class Scheduler:
 
     def _start(self, sample: Sample) -> None:
         request = sample.request
-        self.waiting.remove(sample)
+        self.waiting.take(sample)
         match, sample.match = sample.match, None
         if match is not None:
             request.log.looks_up(self.cache, match)
@@ -183,7 +203,7 @@ class Scheduler:
         sample.started()
         if self.streaming is not None:
             self.streaming.started(sample, is_alone=all(one.is_loading for one in self.running))
-        insort(self.running, sample, key=lambda one: one.rank)
+        self._run(sample, sample.turn or next(self._turns))
 
     def start_again(self, sample: Sample) -> None:
         """Queue a running sample whose lease is gone."""

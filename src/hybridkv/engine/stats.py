@@ -47,6 +47,7 @@ class EngineStats:
 
     running: int
     waiting: int
+    """Samples that do not run, n for each prompt that has not been computed."""
     steps: int
     captured_steps: int
     """Steps that ran as CUDA graphs."""
@@ -74,7 +75,7 @@ class EngineStats:
         counted = core.cache.stats
         return cls(
             running=len(core.scheduler.running),
-            waiting=len(core.scheduler.waiting),
+            waiting=core.scheduler.num_waiting,
             steps=core.steps,
             captured_steps=core.captured_steps,
             graph_bytes=core.runner.decoder.graph_bytes if core.runner.decoder is not None else 0,

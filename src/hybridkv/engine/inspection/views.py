@@ -24,7 +24,7 @@ def topics(core: EngineCore) -> dict[str, Topic]:
     inspector = core.cache.inspector
 
     def version() -> object:
-        return inspector.version, core.steps, len(core.scheduler.waiting), len(core.scheduler.running)
+        return inspector.version, core.steps, core.scheduler.num_waiting, len(core.scheduler.running)
 
     return {
         MEMORY: Topic(_MEMORY_EVERY_S, version, lambda: memory_view(core, inspector.memory_map())),
@@ -83,7 +83,7 @@ def memory_view(core: EngineCore, found: MemoryMap) -> dict[str, Any]:
             for one in found.next_evictions
         ],
         "running": len(core.scheduler.running),
-        "waiting": len(core.scheduler.waiting),
+        "waiting": core.scheduler.num_waiting,
     }
 
 
