@@ -107,7 +107,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def leftovers(url: str) -> dict[str, float]:
     """What the server still holds when everyone has gone; nothing, if all is well."""
-    gauges = ("running_samples", "waiting_samples", "server_waiting_requests")
+    gauges = ("running_samples", "waiting_samples", "server_waiting_samples")
     end = time.monotonic() + 10
     while any((found := metrics(url))[name] for name in gauges) and time.monotonic() < end:
         time.sleep(0.2)

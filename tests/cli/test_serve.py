@@ -239,6 +239,7 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys: pytest.CaptureF
         (["--port", "-1"], "port -1"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--max-waiting", "0"], "max waiting 0"),
+        (["--trusted-proxy", "gate"], "trusted proxy: 'gate'"),
         (["--max-body", "much"], "'much'"),
         (["--max-body", "1023"], "max body 1023 bytes: no request would fit; choose 1KiB or more"),
         (["--hidden-layers", "2,18"], "--hidden-layers 2,18 without --hidden-states-dir: name a directory"),

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,16 +65,21 @@ def serving(
 class Client:
     """A connection that has sent a request for a long reply."""
 
-    def __init__(self, served: Served, *, path: str = "/v1/completions", **body: Any) -> None:
+    def __init__(
+        self, served: Served, *, path: str = "/v1/completions", headers: Mapping[str, str] | None = None, **body: Any
+    ) -> None:
         port = int(served.url.split(":")[-1])
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
         sent = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True, **body}
         content = json.dumps(sent).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\n"
-        )
-        self._socket.sendall(head.encode() + b"\r\n" + content)
+        sends = {
+            "Host": "127.0.0.1",
+            "Content-Type": "application/json",
+            "Content-Length": len(content),
+            **(headers or {}),
+        }
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in sends.items()), "", ""]
+        self._socket.sendall("\r\n".join(lines).encode() + content)
 
     def read(self, size: int = 65536) -> bytes:
         return self._socket.recv(size)
@@ -111,7 +116,7 @@ def check_idle(served: Served) -> None:
     """Nothing runs, waits or is held, the books are right, and a reset gives every page back."""
     engine = served.engine
     assert eventually(lambda: not engine._core.has_work)
-    assert eventually(lambda: served.metrics()["hybridkv_server_waiting_requests"] == 0)
+    assert eventually(lambda: served.metrics()["hybridkv_server_waiting_samples"] == 0)
     assert all(lease.is_pin for lease in engine._core.cache.leases)
     engine.check_integrity()
     engine.reset_cache()

@@ -29,7 +29,7 @@ def test_a_full_queue_sends_clients_away(engine: Engine, pace: Pace) -> None:
         response = served.post(COMPLETIONS, prompt="x")
         error = error_of(response, 429)
         assert (error["type"], response.headers["retry-after"]) == ("rate_limit_error", "1")
-        assert "3 requests are waiting" in error["message"]
+        assert "3 samples are waiting" in error["message"]
         pace.run()
         assert [one.result().status_code for one in waiting] == [200] * 3
         assert served.metrics()["hybridkv_requests_total|busy"] == 1

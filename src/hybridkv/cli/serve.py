@@ -73,8 +73,15 @@ def serve_command(
     history: Annotated[int, typer.Option(help="Ended requests whose records are kept; 0: none.")] = 1000,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Serve no page at /.")] = False,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait for their first token; others get a 429.")
+        int, typer.Option(help="Samples (prompts times n) that may wait for their first token; others get a 429.")
     ] = 1024,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address or network of a proxy whose X-Forwarded-For names the client; may be given more than once.",
+        ),
+    ] = None,
     max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB",
     max_connections: MaxConnections = None,
     max_connections_per_address: MaxConnectionsPerAddress = None,
@@ -151,13 +158,14 @@ def serve_command(
 ) -> None:
     """Serve a model to any client of OpenAI's API, until Ctrl-C or SIGTERM."""
     serve = _serve()
+    clients = serve.Clients(trusted_proxy or ())
     keys, operator = api_keys(api_key or []), _operator_key(operator_key)
     max_body_bytes = parse_size(max_body)
     check_server_options(port, max_body_bytes, shutdown_timeout)
     hosts, origins = sites(serve, host, allowed_host, cors_origin, keys)
     connections = serve.ConnectionLimits(max_connections, max_connections_per_address, receive_timeout)
     if max_waiting < 1:
-        raise InputError(f"max waiting {max_waiting}: at least 1 request must be let in")
+        raise InputError(f"max waiting {max_waiting}: at least 1 sample must be let in")
     if history < 0:
         raise InputError(f"history {history}: choose a number of requests, or 0 to keep none")
     check_choice("log format", log_format, serve.LOG_FORMATS)
@@ -188,6 +196,7 @@ def serve_command(
                 api_keys=keys,
                 max_body_bytes=max_body_bytes,
                 max_waiting=max_waiting,
+                clients=clients,
                 hidden_folder=folder,
                 hidden_layers=layers,
                 operator_key=operator,

@@ -63,7 +63,7 @@ class Waiting:
         return list(islice(chain(self._returned, in_turn), count))
 
     def num_ahead(self, client: str) -> int:
-        """Number of places that a fork of this client leaves free: one a preempted sample, and one each other client."""
+        """Number of places that a fork of this client leaves free: for preempted samples, and for each other client."""
         return len(self._returned) + len(self._lines) - (client in self._lines)
 
     def add(self, sample: Sample) -> None:

@@ -17,6 +17,7 @@ from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.access import Access, need_operator
+from hybridkv.serve.clients import Clients
 from hybridkv.serve.connection_limits import ConnectionLimits
 from hybridkv.serve.connections import Connections
 from hybridkv.serve.failures import answer_failures, failure
@@ -48,7 +49,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     403: {"model": ErrorReply, "description": "Not for this caller"},
     404: {"model": ErrorReply, "description": "There is no such model"},
     413: {"model": ErrorReply, "description": "The body is too large"},
-    429: {"model": ErrorReply, "description": "Too many requests wait; Retry-After says when to try again"},
+    429: {"model": ErrorReply, "description": "Too many samples wait; Retry-After says when to try again"},
     503: {"model": ErrorReply, "description": "The engine has stopped"},
     507: {"model": ErrorReply, "description": "No space for hidden states; Retry-After says when to try again"},
     "default": {"model": ErrorReply, "description": "Whatever else goes wrong"},
@@ -78,7 +79,9 @@ class ServeOptions:
     """API keys; a request must have one of them. Empty: no key is needed."""
     max_body_bytes: int = 16 * 2**20
     max_waiting: int = 1024
-    """Most requests that may wait for their first token."""
+    """Most samples, n for each prompt, that may wait for their first token."""
+    clients: Clients = field(default_factory=Clients)
+    """Tells clients apart, whose requests take turns."""
     hidden_folder: HiddenFolder | None = None
     """Where hidden states are written for requests that ask for them. None: they are refused."""
     hidden_layers: tuple[int | str, ...] = ()
@@ -103,7 +106,7 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     name = options.served_model_name
     hidden_states = HiddenStates(engine, options.hidden_folder, options.hidden_layers)
     history = History(options.history)
-    service = Service(engine, name, options.root or name, options.max_waiting, hidden_states, history)
+    service = Service(engine, name, options.root or name, options.max_waiting, options.clients, hidden_states, history)
     access = Access(
         options.api_keys,
         options.operator_key,

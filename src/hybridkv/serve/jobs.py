@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams, Update
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, RequestError
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 
 
 class TooBusyError(HybridKVError):
-    """Too many requests are waiting; the client should retry later."""
+    """Too many samples are waiting; the client should retry later."""
 
 
 class StoppingError(HybridKVError):
@@ -30,33 +31,62 @@ class ClientGone(Exception):  # noqa: N818 - no error of ours
 
 
 class Ticket:
-    """A request's place in the queue, from its arrival to its first token."""
+    """The places of a request's samples among those that wait for their first token."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, client: str, num_samples: int) -> None:
+        self.client = client
         self._admission = admission
-        self._is_waiting = True
+        self._num_waiting = num_samples
 
-    def called(self) -> None:
-        """Called when the request no longer waits. Further calls do nothing."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._admission.num_waiting -= 1
+    def called(self, num_samples: int) -> None:
+        """Called when some of the samples no longer wait."""
+        self._num_waiting -= num_samples
+        self._admission.leave(self.client, num_samples)
+
+    def end(self) -> None:
+        """Called when none of the samples waits any longer. Further calls do nothing."""
+        self.called(self._num_waiting)
 
 
 class Admission:
-    """Admission control: limits the number of requests that wait for their first token."""
+    """Admission control: limits the samples that wait for their first token.
+
+    A client with at most an equal share of the limit is let in even if others fill it. So the samples of n clients are
+    at most (1 + 1/2 + ... + 1/n) times the limit.
+    """
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.num_waiting = 0
-        self.num_refused = 0
+        self._by_client: Counter[str] = Counter()
+        """Waiting samples of each client that has any."""
 
-    def enter(self) -> Ticket:
-        if self.num_waiting >= self.max_waiting:
-            self.num_refused += 1
-            raise TooBusyError(f"{self.num_waiting} requests are waiting, which is the limit: try again in a moment")
-        self.num_waiting += 1
-        return Ticket(self)
+    def enter(self, client: str, num_prompts: int, n: int) -> Ticket:
+        """Places for n samples of each prompt."""
+        asked = num_prompts * n
+        if asked > self.max_waiting:
+            prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts:,} prompts"
+            raise RequestError(
+                f"{prompts} with n {n} would be {asked:,} samples, and at most {self.max_waiting:,} may wait: ask for "
+                "less in one request, or start the server with a larger --max-waiting",
+                "n" if num_prompts <= n else "prompt",
+            )
+        own = self._by_client[client] + asked
+        num_clients = len(self._by_client) + (client not in self._by_client)
+        if self.num_waiting + asked > self.max_waiting and own > self.max_waiting // num_clients:
+            raise TooBusyError(
+                f"{self.num_waiting:,} samples are waiting, and at most {self.max_waiting:,} may: try again in a moment"
+            )
+        self.num_waiting += asked
+        self._by_client[client] = own
+        return Ticket(self, client, asked)
+
+    def leave(self, client: str, num_samples: int) -> None:
+        """Give back places of a client."""
+        self.num_waiting -= num_samples
+        self._by_client[client] -= num_samples
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 class PromptBatch(NamedTuple):
@@ -81,6 +111,7 @@ class PromptBatch(NamedTuple):
                     self.params,
                     cache_salt=self.cache_salt,
                     kv_transfer_params=self.kv_transfer_params,
+                    client=self.ticket.client,
                     request_id=f"{self.id}-{number}",
                 )
                 async for update in updates:
@@ -89,17 +120,19 @@ class PromptBatch(NamedTuple):
                 news.put_nowait((number, error))
 
         tasks = [asyncio.create_task(listen(number, prompt)) for number, prompt in enumerate(self.prompts)]
-        missing = len(tasks)
+        missing, waiting = len(tasks), set(range(len(tasks)))
         try:
             while missing:
                 number, update = await news.get()
-                self.ticket.called()
                 if isinstance(update, Exception):
                     raise update
+                if number in waiting:
+                    waiting.remove(number)
+                    self.ticket.called(self.params.n)
                 missing -= update.result is not None
                 yield number, update
         finally:
-            self.ticket.called()
+            self.ticket.end()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

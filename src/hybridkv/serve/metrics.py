@@ -166,7 +166,7 @@ class _EngineCollector(Collector):
         return []  # the metrics depend on the model and are only known when collected
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("server_waiting_requests", "Requests without a first token, all told", self._admission.num_waiting)
+        yield _gauge("server_waiting_samples", "Samples without a first token", self._admission.num_waiting)
         try:
             stats = self._engine.stats()
         except EngineError:
@@ -218,7 +218,7 @@ class _InspectionCollector(Collector):
 
 def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("running_samples", "Samples that have a lease", stats.running)
-    yield _gauge("waiting_samples", "Samples in the queue", stats.waiting)
+    yield _gauge("waiting_samples", "Samples that do not run", stats.waiting)
     yield _count("steps", "Forward passes", stats.steps)
     yield _count("captured_steps", "Forward passes that ran as CUDA graphs", stats.captured_steps)
     yield _gauge("graph_bytes", "GPU memory of these graphs", stats.graph_bytes)

@@ -15,6 +15,7 @@ from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link.params import RemoteDecode
 from hybridkv.serve.access import caller_of
+from hybridkv.serve.clients import Clients
 from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
 from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.history import Entry, History, PromptEntry
@@ -46,6 +47,7 @@ class Service:
         model_name: str,
         root: str,
         max_waiting: int,
+        clients: Clients,
         hidden_states: HiddenStates,
         history: History,
     ) -> None:
@@ -53,6 +55,7 @@ class Service:
         self.model_name = model_name
         self.root = root
         self.admission = Admission(max_waiting)
+        self.clients = clients
         self.hidden_states = hidden_states
         self.history = history
         self.metrics = Metrics(engine, self.admission, hidden_states.folder)
@@ -101,7 +104,7 @@ class Service:
         self.check_model(body.model)
         params = self.hidden_states.params(body, body.params())
         self._check_transfer(body)
-        ticket = self.admission.enter()
+        ticket = self.admission.enter(self.clients.client_of(request), body.num_prompts, params.n)
         try:
             asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
@@ -113,10 +116,10 @@ class Service:
             batch = PromptBatch(reply_format.id, asked.prompts, params, salt, ticket, transfer)
             self._begin(request, batch)
             if body.stream:
-                return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.called)
+                return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.end)
             results, written = await while_connected(request.receive, self._results(batch))
         except BaseException:
-            ticket.called()
+            ticket.end()
             raise
         self._note(request, results)
         return Response(reply_format.whole(results, written).model_dump_json(), media_type="application/json")

@@ -107,7 +107,14 @@ class StoppableServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", log_config=None, access_log=False, server_header=False, lifespan="on"
+                app,
+                http="h11",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                proxy_headers=False,  # it would believe the X-Forwarded-For of any process of this machine
             )
         )
         self.book = book
