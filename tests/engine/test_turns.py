@@ -61,13 +61,23 @@ def test_siblings_leave_a_place_to_those_whose_turn_it_is() -> None:
     driver.run()
 
 
+def test_siblings_that_start_with_their_prompt_are_as_old_as_it() -> None:
+    """So they are preempted after requests that started later."""
+    driver = Driver(build("llama"))
+    driver.add("many", prompt(6, 1), replace(GREEDY, n=3))
+    driver.add("later", prompt(6, 2))
+    driver.step()
+    assert running(driver) == ["many"] * 3 + ["later"]
+    driver.run()
+
+
 def test_an_aborted_request_makes_way_at_once() -> None:
-    driver = driver_with_a_big_client()
+    driver = driver_with_a_big_client(max_num_batched_tokens=16)  # a step ends in the middle of a prompt
     scheduler = driver.core.scheduler
     assert scheduler.num_waiting == NUM_PROMPTS * N
     for _ in range(3):
         driver.step()
-    assert scheduler.num_waiting + len(running(driver)) == NUM_PROMPTS * N
+        assert scheduler.num_waiting + len(running(driver)) == NUM_PROMPTS * N
     driver.add("small", prompt(5, 900), client="small")
     drop_big(driver)
     assert ([one.request.id for one in scheduler.waiting], scheduler.num_waiting) == (["small"], 1)

@@ -55,7 +55,7 @@ def test_a_small_request_beside_one_of_16384_samples(engine: Engine, pace: Pace)
         while 5 not in running(engine):
             pace.advance()
             steps += 1
-        assert steps <= 2
+            assert steps <= 2
         big.vanish()
         pace.run()
         assert small.read().startswith(b"HTTP/1.1 200")
