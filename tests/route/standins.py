@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,17 +24,20 @@ from hybridkv.serve import Server
 
 PATIENCE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_host": "h"}
+PIECE = b"x" * (1 << 16)
 EVENTS = [b'data: {"a": "\xc3\xa4"}\n\n', b": comment\n\n", b'data: {"b": 2}\n\ndata: [DONE]\n\n']
+LINK = {"role": "prefill", "host": "10.0.0.7", "port": 5600, "engine_id": "e"}
 
 
 class StandIn:
-    """A worker. `bodies`: what it got; `seen`: the headers; `reply`: what it answers."""
+    """A worker. `bodies`: what it got; `seen`: the headers; `strays`: other paths; `reply`: what it answers."""
 
     def __init__(self, name: str) -> None:
         self.url = ""
         self.name = name
         self.bodies: list[Any] = []
         self.seen: list[dict[str, str]] = []
+        self.strays: list[str] = []
         self.reply: Any = {"from": name}
         self.status = 200
         self.params: Any = PARAMS if name.startswith("prefill") else None
@@ -44,6 +47,11 @@ class StandIn:
         self.is_ready: Callable[[], bool] = lambda: True
         """It answers no request before this holds."""
         self.events: list[bytes] | None = None
+        self.endless: str | None = None
+        """Content type of replies that never end, in pieces of `PIECE`."""
+        self.health_is_endless = False
+        self.num_sent = 0
+        """Pieces of endless replies that it could send."""
         self.ended = threading.Event()
         """Set when a held request was cancelled."""
         self.app = Starlette(
@@ -54,6 +62,7 @@ class StandIn:
                 Route("/v1/models/{name:path}", self.models),
                 Route("/v1/link", self.tell_link),
                 Route("/health", self.health),
+                Route("/{path:path}", self.anything, methods=["GET", "POST", "DELETE"]),
             ]
         )
 
@@ -64,6 +73,8 @@ class StandIn:
             await asyncio.sleep(0.005)
         if self.is_held:
             await self._hold(request)
+        if self.endless is not None:
+            return self._never_ending(self.endless)
         if self.events is not None:
             return StreamingResponse(self._events(request), media_type="text/event-stream; charset=utf-8")
         reply = {**self.reply, "kv_transfer_params": self.params} if isinstance(self.reply, dict) else self.reply
@@ -96,16 +107,39 @@ class StandIn:
         self.ended.wait(PATIENCE_S)
         self.is_held = False
 
+    def _never_ending(self, media_type: str) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield PIECE
+                    self.num_sent += 1
+                    await asyncio.sleep(0)
+            finally:
+                self.ended.set()
+
+        return StreamingResponse(pieces(), self.status, media_type=media_type)
+
     async def models(self, request: Request) -> Response:
         self.seen.append(dict(request.headers))
+        if self.endless is not None:
+            return self._never_ending(self.endless)
         return JSONResponse({"data": [self.name, request.scope["raw_path"].decode()]})
 
     async def tell_link(self, request: Request) -> Response:
         self.links_asked += 1
+        self.seen.append(dict(request.headers))
         return JSONResponse(self.link) if self.link is not None else Response(status_code=404)
 
     async def health(self, request: Request) -> Response:
+        self.seen.append(dict(request.headers))
+        if self.health_is_endless:
+            return self._never_ending("application/json")
         return Response(status_code=self.status)
+
+    async def anything(self, request: Request) -> Response:
+        """What a router must never ask for."""
+        self.strays.append(request.scope["raw_path"].decode())
+        return JSONResponse({"a secret of": self.name})
 
 
 @contextmanager
@@ -140,6 +174,14 @@ class Routed:
     def post(self, **body: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json=body)
 
+    def raw(self, head: str) -> tuple[int, bytes]:
+        """Send a request as it is written here; returns the status and the body of the reply."""
+        with socket.create_connection(("127.0.0.1", int(self.url.split(":")[-1])), timeout=PATIENCE_S) as one:
+            one.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode("latin-1"))
+            got = b"".join(iter(lambda: one.recv(65536), b""))
+        top, _, body = got.partition(b"\r\n\r\n")
+        return int(top.split()[1]), body
+
     def metrics(self) -> dict[str, float]:
         families = text_string_to_metric_families(self.http.get("/metrics").text)
         return {
@@ -167,6 +209,15 @@ def routing(prefill: list[StandIn | str], decode: list[StandIn | str], **options
     first, second = (tuple(one if isinstance(one, str) else one.url for one in few) for few in (prefill, decode))
     with listening(make_router(RouteOptions(first, second, **options))) as url:
         yield Routed(url)
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def unused_url() -> str:

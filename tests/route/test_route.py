@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ import pytest
 from hybridkv.errors import InputError
 from hybridkv.route import RouteOptions
 from hybridkv.route.pool import Pool
-from tests.route.standins import EVENTS, PARAMS, PATIENCE_S, StandIn, routing, standing_in, unused_url
+from tests.route.standins import EVENTS, LINK, PARAMS, PATIENCE_S, StandIn, eventually, routing, unused_url
 
 ASKED = {
     "do_remote_decode": True,
@@ -24,28 +23,6 @@ ASKED = {
     "remote_host": None,
     "remote_port": None,
 }
-LINK = {"role": "prefill", "host": "10.0.0.7", "port": 5600, "engine_id": "e"}
-
-
-@pytest.fixture
-def prefill() -> Iterator[StandIn]:
-    with standing_in("prefill") as one:
-        yield one
-
-
-@pytest.fixture
-def decode() -> Iterator[StandIn]:
-    with standing_in("decode") as one:
-        yield one
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hybridkv import Engine
 from hybridkv.link.link import LinkOptions
 from tests.engine.checkpoints import save_checkpoint
 from tests.route.standins import Routed, routing
+from tests.route.test_forwarding import DETOURS
 from tests.serve.serving import MODEL, Served, error_of, eventually, serving
 
 
@@ -99,6 +100,17 @@ def test_openai_clients_work(routed: Routed) -> None:
         assert text == whole.choices[0].message.content
     assert eventually(lambda: routed.metrics()["requests_total|completed"] == 4)
     assert not any(count for name, count in routed.metrics().items() if name.startswith("fallbacks_total"))
+
+
+def test_clients_of_a_router_do_not_become_the_operator(workers: tuple[Served, Served], routed: Routed) -> None:
+    """The workers run without keys on this machine, and the router calls them from it."""
+    routed.post(prompt="a secret of another client", max_tokens=1)
+    for path in ("requests", "live?topics=requests", "prefixes", "whoami"):
+        with workers[1].http.stream("GET", f"/v1/hybridkv/{path}") as direct:
+            assert direct.status_code == 200
+        for target in DETOURS:
+            status, body = routed.raw(f"GET {target.format('v1/hybridkv/' + path)} HTTP/1.1\r\nHost: 127.0.0.1")
+            assert (status, b"tokens" in body, b"is_operator" in body) == (404, False, False), target
 
 
 def test_a_mistake_is_told_by_the_prefill_worker(workers: tuple[Served, Served], routed: Routed) -> None:

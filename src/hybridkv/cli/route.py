@@ -55,6 +55,9 @@ def route_command(
     max_connections: MaxConnections = None,
     max_connections_per_address: MaxConnectionsPerAddress = None,
     receive_timeout: ReceiveTimeout = 20.0,
+    max_reply: Annotated[
+        str, typer.Option(help="Size of a worker's reply, at most; streams may have any length.")
+    ] = "64MiB",
     shutdown_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have to finish when the router stops.")
     ] = 30,
@@ -74,6 +77,7 @@ def route_command(
         tuple(decode or ()),
         api_keys=keys,
         max_body_bytes=max_body_bytes,
+        max_reply_bytes=parse_size(max_reply),
         prefill_timeout_s=prefill_timeout,
         is_early=early,
         allowed_hosts=hosts,

@@ -25,6 +25,7 @@ from hybridkv.serve.service import CHAT, COMPLETIONS
 
 _FILES_EACH = 3
 """A client's connection, and one to each of two workers."""
+_LEAST_REPLY_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class RouteOptions:
     """After this time the decode worker computes the prompt itself."""
     is_early: bool = False
     """Ask both workers at once, under a transfer id that the router chooses."""
+    max_reply_bytes: int = 64 * 2**20
+    """Most bytes of a worker's reply that is no stream: the router reads it to its end before the client gets it."""
     rest_s: float = 5.0
     """Time for which a worker is skipped that could not be reached."""
     allowed_hosts: tuple[str, ...] = ()
@@ -59,6 +62,8 @@ class RouteOptions:
                 raise InputError(f"--{role} names a worker twice: name each once")
         if not self.prefill_timeout_s > 0:
             raise InputError(f"prefill timeout {self.prefill_timeout_s} s: choose more than 0")
+        if self.max_reply_bytes < _LEAST_REPLY_BYTES:
+            raise InputError(f"max reply {self.max_reply_bytes} bytes: no reply would fit; choose 1KiB or more")
 
 
 def make_router(options: RouteOptions) -> Front:
@@ -67,7 +72,13 @@ def make_router(options: RouteOptions) -> Front:
         Pool(role, [url.rstrip("/") for url in urls], options.rest_s)
         for role, urls in (("prefill", options.prefill), ("decode", options.decode))
     )
-    router = Router(prefill, decode, prefill_timeout_s=options.prefill_timeout_s, is_early=options.is_early)
+    router = Router(
+        prefill,
+        decode,
+        prefill_timeout_s=options.prefill_timeout_s,
+        is_early=options.is_early,
+        max_reply_bytes=options.max_reply_bytes,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -92,26 +103,26 @@ def _add_endpoints(app: FastAPI, router: Router) -> None:
     @app.post(COMPLETIONS, response_model=None)
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await router.answer(request)
+        return await router.answer(request, COMPLETIONS)
 
     @app.post(CHAT, response_model=None)
     async def chat_completions(request: Request) -> Response:
         """Answer messages."""
-        return await router.answer(request)
+        return await router.answer(request, CHAT)
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         """What a decode worker serves."""
-        return await router.relay_get(request)
+        return await router.models(request)
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
-        return await router.relay_get(request)
+        return await router.models(request, name)
 
     @app.get("/health", response_model=Health)
-    async def health() -> Health | Response:
+    async def health(request: Request) -> Health | Response:
         """Whether a decode worker can serve requests."""
-        return Health(status="ok") if await router.is_healthy() else failure(503, "no decode worker is healthy")
+        return Health(status="ok") if await router.is_healthy(request) else failure(503, "no decode worker is healthy")
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import httpx
 
 from hybridkv.route.bodies import Body, early_params, prefill_body, transfer_params
+from hybridkv.route.forwarding import WorkerHeaders
 from hybridkv.route.metrics import Metrics
 from hybridkv.route.pool import Pool, Worker
-from hybridkv.route.upstream import Link, Upstream
+from hybridkv.route.upstream import Link, Reply, ReplyTooLarge, Upstream
 from hybridkv.serve.service import CHAT
 
 LOG = logging.getLogger("hybridkv.route")
@@ -27,8 +27,7 @@ class Asked(NamedTuple):
     id: str
     path: str
     body: Body
-    headers: Mapping[str, str]
-    """Those that workers get."""
+    headers: WorkerHeaders
 
     @property
     def is_chat(self) -> bool:
@@ -38,7 +37,7 @@ class Asked(NamedTuple):
 class PrefillRefused(Exception):  # noqa: N818 - no error of ours
     """The prefill worker answers 4xx, which is for the client."""
 
-    def __init__(self, reply: httpx.Response) -> None:
+    def __init__(self, reply: Reply) -> None:
         self.reply = reply
 
 
@@ -97,7 +96,7 @@ class Prefills:
             self._links.pop(early.worker, None)  # it may start again elsewhere
         return is_done
 
-    async def _send(self, worker: Worker, asked: Asked, body: Body) -> httpx.Response | None:
+    async def _send(self, worker: Worker, asked: Asked, body: Body) -> Reply | None:
         """The reply of a worker that has computed the prompt. None: it has not, which is counted."""
         start = time.monotonic()
         try:
@@ -111,9 +110,12 @@ class Prefills:
             self._pool.mark_down(worker)
             self._fall_back(asked, worker, "down")
             return None
-        if 400 <= reply.status_code < 500:
+        except ReplyTooLarge:
+            self._fall_back(asked, worker, "failed")
+            return None
+        if 400 <= reply.status < 500:
             raise PrefillRefused(reply)
-        if reply.status_code != 200:
+        if reply.status != 200:
             self._fall_back(asked, worker, "failed")
             return None
         self._metrics.prefill_s.observe(time.monotonic() - start)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 
 import httpx
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hybridkv.route.upstream import Reply
 from hybridkv.serve.failures import error_body, status_of
 from hybridkv.serve.jobs import ClientGone, StoppingError, while_connected
 
@@ -21,16 +22,15 @@ def is_event_stream(reply: httpx.Response) -> bool:
     return kind.startswith("text/event-stream")
 
 
-def whole_reply(reply: httpx.Response, content: bytes) -> Response:
-    """A reply that has been read to its end."""
-    return Response(content, reply.status_code, _headers(reply))
+def whole_reply(reply: Reply) -> Response:
+    return Response(reply.content, reply.status, _headers(reply.headers))
 
 
 class RelayedStream(Response):
     """Sends a worker's server-sent events as they arrive. It owns the connection to the worker."""
 
     def __init__(self, reply: httpx.Response, owned: AsyncExitStack, on_first_byte: Callable[[], None]) -> None:
-        super().__init__(status_code=reply.status_code, headers=_headers(reply))
+        super().__init__(status_code=reply.status_code, headers=_headers(reply.headers))
         del self.headers["content-length"]
         self.owned = owned
         """Closed when the stream ends or the client disconnects."""
@@ -73,5 +73,5 @@ async def _send_error(send: Send, status: int, message: str) -> None:
     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
 
-def _headers(reply: httpx.Response) -> dict[str, str]:
-    return {name: reply.headers[name] for name in _RELAYED if name in reply.headers}
+def _headers(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: given[name] for name in _RELAYED if name in given}
