@@ -125,6 +125,7 @@ class Rig:
             "pushes": 0 if producer is None else producer._pusher.num_active,
             "arrivals": 0 if consumer is None else consumer.num_arrivals,
             "quarantined": 0 if linking.receipts is None else linking.receipts.num_quarantined,
+            "quarantine_gauge": stats.quarantined,
             "failures": dict(stats.failures),
             "received": stats.received_requests,
             "sent": stats.sent_requests,

@@ -29,7 +29,7 @@ def test_a_killed_producer(crew: Crew, gate: str) -> None:
     producer.kill()
     assert answer.result(15) == (crew.right(prompt), None)
     crew.check_reply(consumer)
-    report = consumer.call("wait_for", quarantined=0, arrivals=0, requests=0)
+    report = consumer.call("wait_for", quarantined=0, quarantine_gauge=0, arrivals=0, requests=0)
     assert report["failures"] == {"peer": 1}
     crew.check_handover(crew.producer(port=port), consumer)
     assert consumer.exit_code is None

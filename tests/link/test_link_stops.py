@@ -32,7 +32,7 @@ def test_a_stopped_producer(crew: Crew, gate: str) -> None:
     while time.monotonic() - begin < (6.5 if gate == "claim" else 1.5):  # a call of the consumer waits for 5 s
         crew.check_reply(consumer)
         crew.check_handover(other, consumer)
-    assert consumer.call("report")["quarantined"] == 1
+    assert consumer.call("wait_for", quarantine_gauge=1)["quarantined"] == 1
     producer.go_on()
     _keep_busy(crew, consumer, 0.5)
     consumer.call("wait_for", quarantined=0, arrivals=0)

@@ -294,10 +294,11 @@ class Consumer:
                 self._stats.count_failure(arrival.failure)
                 level = logging.DEBUG if arrival.failure == "aborted" else logging.WARNING
                 LOG.log(level, "a prompt does not come from %s: %s", arrival.peer.url, arrival.reason)
-        if arrival.is_settled:
-            with self._changed:
+        with self._changed:
+            if arrival.is_settled:
                 self._arrivals.pop(arrival.id, None)
-            self._gone_since.pop(arrival.id, None)
+                self._gone_since.pop(arrival.id, None)
+            self._stats.quarantined = sum(one.is_over for one in self._arrivals.values())
         self._on_change()
 
     def _care(self, now: float, renewed_at: dict[str, float]) -> None:
@@ -324,7 +325,6 @@ class Consumer:
                 arrival.next_settle = now + _SETTLE_EVERY_S
                 arrival.is_settling = True
                 self._callers[arrival.peer.url].submit(partial(self._settle, arrival))
-        self._stats.quarantined = len(unsettled)
 
     def _fail(self, arrival: Arrival, kind: str, reason: str, *, is_settled: bool = False) -> None:
         arrival.fail(kind, reason, is_settled=is_settled)
