@@ -51,6 +51,7 @@ REFUSED: list[dict[str, Any]] = [
     {"stop": ""},
     {"stop": ["ok", ""]},
     {"stop": [1]},
+    {"stop": ["half a surrogate pair \ud800"]},
     {"stop": ["x"] * 17},
     {"stop": ["x" * 257]},
     {"stop": 5},

@@ -265,6 +265,12 @@ def test_an_id_of_a_running_request_is_refused(engine: Engine) -> None:
     asyncio.run(twice())
 
 
+@pytest.mark.parametrize("request_id", ["", "x" * 257, "\ud800", 7, 10**5000], ids=["", "long", "half", "7", "huge"])
+def test_an_id_that_no_reply_can_have_is_refused(engine: Engine, request_id: Any) -> None:
+    with pytest.raises(RequestError, match=r"request_id is .*: pass a text of 1 to 256 whole characters"):
+        asyncio.run(anext(engine.stream(prompt(40, 33), SHORT, request_id=request_id)))  # type: ignore[arg-type]
+
+
 def test_a_batch_with_an_id_in_use_is_refused_and_the_request_that_has_it_continues(engine: Engine) -> None:
     engine._numbers, gate = itertools.count(1000), threading.Event()
     engine._loop.post(lambda: wait_for(gate))  # nothing runs until both have been submitted

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 
-from hybridkv import Engine
+from hybridkv import Engine, RequestError
 from hybridkv.link.link import LinkOptions
 from tests.engine.checkpoints import save_checkpoint
 from tests.route.standins import Routed, routing
@@ -70,6 +71,57 @@ def test_transfers_that_a_server_cannot_do_are_refused(workers: tuple[Served, Se
     assert "2 prompts" in error_of(several, 400)["message"]
     streamed = workers[0].post("/v1/completions", prompt="x", stream=True, kv_transfer_params=asked)
     assert "stream" in error_of(streamed, 400)["message"]
+
+
+HALF = "\ud800"
+"""Half of a surrogate pair: JSON may have it, UTF-8 not."""
+WRONG_PARAMS: list[Any] = [
+    {"do_remote_decode": 1},
+    *({"do_remote_decode": True, "transfer_id": one} for one in (HALF, "x" * 257, 7, ["x"])),
+    *(
+        {"do_remote_prefill": True, "remote_request_id": "x", "remote_host": "127.0.0.1", "remote_port": one}
+        for one in ("9" * 5000, "", "80a", "\u0663", 0, 65536, -1, 10**400, 80.0, True, [80])
+    ),
+    *({"do_remote_prefill": True, "remote_host": one, "remote_port": 80} for one in (HALF, "x" * 257, 7)),
+    {"do_remote_prefill": True, "remote_host": "x", "remote_port": 80, "remote_request_id": HALF},
+    {"do_remote_prefill": True, "remote_host": "x"},
+    {"do_remote_prefill": True, "remote_port": 80},
+]
+
+
+def test_transfers_of_a_wrong_form_are_refused_and_pin_nothing(workers: tuple[Served, Served]) -> None:
+    for params in WRONG_PARAMS:
+        worker = workers["do_remote_prefill" in params]
+        body = json.dumps({"prompt": "x", "kv_transfer_params": params})  # with escapes, as httpx would not write it
+        reply = worker.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        error = error_of(reply, 400)
+        assert error["param"] == "kv_transfer_params", params
+        assert error["message"].startswith("kv_transfer_params: "), params
+        assert len(error["message"]) < 250
+        with pytest.raises(RequestError, match="kv_transfer_params"):
+            worker.engine.generate([[5, 6]], kv_transfer_params=params, progress=False)
+    for worker in workers:
+        for wrong in ([1], {"do_remote_decode": 10**5000}, {"transfer_id": 10**5000}, {"remote_port": 10**5000}):
+            with pytest.raises(RequestError, match="kv_transfer_params"):
+                worker.engine.generate([[5, 6]], kv_transfer_params=cast(Any, wrong), progress=False)
+        assert worker.engine.stats().memory.pinned_prefixes == 0
+
+
+def test_transfers_with_all_that_proxies_send_are_taken(workers: tuple[Served, Served]) -> None:
+    link = workers[0].engine.link
+    assert link is not None
+    nulls = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "transfer_id"))
+    body = json.dumps({"prompt": "x y z", "max_tokens": 1, "kv_transfer_params": {
+        **nulls, "do_remote_decode": True, "do_remote_prefill": False, "tp_size": float("nan"), HALF: [HALF, 10**400],
+    }})  # fmt: skip
+    reply = workers[0].http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    params = reply.json()["kv_transfer_params"]
+    assert params["remote_port"] == link.port
+    taken = workers[1].post(
+        "/v1/completions", prompt="x y z", kv_transfer_params={**params, "remote_port": str(link.port)}
+    )
+    assert taken.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert eventually(lambda: workers[0].engine.stats().memory.pinned_prefixes == 0)
 
 
 def test_link_says_where_it_is(workers: tuple[Served, Served]) -> None:

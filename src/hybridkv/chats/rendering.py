@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridkv.errors import RequestError
+from hybridkv.texts import has_bytes
 
 Message = Mapping[str, Any]
 
@@ -31,10 +32,8 @@ class ChatTokens(NamedTuple):
 
 def check_text(text: str) -> str:
     """Return the text, or raise for half a surrogate pair: it has no UTF-8 bytes, and tokenizers' errors are vague."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the prompt has bytes that are no text: it must be UTF-8") from None
+    if not has_bytes(text):
+        raise RequestError("the prompt has bytes that are no text: it must be UTF-8")
     return text
 
 

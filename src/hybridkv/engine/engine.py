@@ -22,6 +22,7 @@ from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import render_chat
 from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.inspection.inspection import Inspection
+from hybridkv.engine.limits import check_request_id
 from hybridkv.engine.loading.checkpoint import choose_device, load
 from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.loop import EngineLoop, Sink, Submission
@@ -216,11 +217,13 @@ class Engine:
         """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request.
 
         `client`: whose request it is; waiting requests of different clients start in turn.
-        `request_id`: its name in updates, results and records; no other running request may have it.
+        `request_id`: its name in updates, results and records, a text of 1 to 256 characters; no other running request
+        may have it.
         `kv_transfer_params`: {"do_remote_decode": True} ends the request after its first token and keeps its prompt for
         another engine; that engine gets the result's `kv_transfer_params`, with the same prompt and parameters.
         """
         remote = self.check_transfer(kv_transfer_params)
+        check_request_id(request_id)
         ready = self.prepare(prompt)
         [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)

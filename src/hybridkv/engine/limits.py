@@ -9,6 +9,9 @@ from hybridkv.engine.prompts import Ids, Prompt
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.taps import Tapped, resolve
 from hybridkv.errors import RequestError
+from hybridkv.texts import has_bytes, shown
+
+_LONGEST_REQUEST_ID = 256
 
 
 class Limits:
@@ -83,3 +86,12 @@ class Limits:
 
 
 _longest_fit = lru_cache(maxsize=256)(longest_fit)
+
+
+def check_request_id(request_id: object) -> None:
+    """Refuse names of requests that records and replies could not have. None is for a name of the engine's."""
+    if request_id is None:
+        return
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= _LONGEST_REQUEST_ID or not has_bytes(request_id):
+        way_out = f"pass a text of 1 to {_LONGEST_REQUEST_ID} whole characters"
+        raise RequestError(f"request_id is {shown(request_id)}: {way_out}", "request_id")

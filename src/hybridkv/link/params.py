@@ -9,16 +9,39 @@ A proxy may choose a `transfer_id` and send both requests at once: the prompt is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from hybridkv.errors import RequestError
 from hybridkv.link.link import Link
+from hybridkv.texts import has_bytes, shown
 
 FIELD = "kv_transfer_params"
-_LONGEST_ID = 256
+_LONGEST_TEXT = 256
+_HIGHEST_PORT = 65535
+_PORT = re.compile("[0-9]{1,5}")
+_OPTIONAL_TEXT = {"type": ["string", "null"], "maxLength": _LONGEST_TEXT}
+_OPTIONAL_FLAG = {"type": ["boolean", "null"]}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "do_remote_decode": _OPTIONAL_FLAG,
+        "do_remote_prefill": _OPTIONAL_FLAG,
+        "transfer_id": _OPTIONAL_TEXT,
+        "remote_request_id": _OPTIONAL_TEXT,
+        "remote_host": _OPTIONAL_TEXT,
+        "remote_port": {
+            "anyOf": [
+                {"type": ["integer", "null"], "minimum": 1, "maximum": _HIGHEST_PORT},
+                {"type": "string", "pattern": "^[0-9]{1,5}$"},
+            ]
+        },
+    },
+}
+"""JSON schema of `kv_transfer_params`, which `parse` checks. Other fields may have any value: they are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +65,18 @@ def parse(params: Mapping[str, Any] | None, link: Link | None) -> RemoteDecode |
     """What a request asks for. Raises RequestError if it cannot be had."""
     if params is None:
         return None
-    decode, prefill = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
-    if not decode and not prefill:
+    if not isinstance(params, Mapping):
+        raise RequestError(f"{FIELD} of type {type(params).__name__}: pass a dictionary", FIELD)
+    fields = _Fields.of(params)
+    if not fields.decode and not fields.prefill:
         return None
-    if decode and prefill:
+    if fields.decode and fields.prefill:
         raise _wrong("do_remote_decode and do_remote_prefill", "both are true: set one")
     if link is None:
         raise _wrong(
-            "do_remote_decode" if decode else "do_remote_prefill", "this engine has no role: start it with one"
+            "do_remote_decode" if fields.decode else "do_remote_prefill", "this engine has no role: start it with one"
         )
-    return _remote_decode(params, link) if decode else _remote_prefill(params, link)
+    return _remote_decode(fields, link) if fields.decode else _remote_prefill(fields, link)
 
 
 def answer(link: Link, request_id: str, num_tokens: int) -> dict[str, Any]:
@@ -69,43 +94,74 @@ def answer(link: Link, request_id: str, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _remote_decode(params: Mapping[str, Any], link: Link) -> RemoteDecode:
+class _Fields(NamedTuple):
+    """The fields that are read, each of its type."""
+
+    decode: bool
+    prefill: bool
+    transfer_id: str
+    request_id: str
+    host: str
+    port: int | None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> _Fields:
+        return cls(
+            _flag(params, "do_remote_decode"),
+            _flag(params, "do_remote_prefill"),
+            _text(params, "transfer_id"),
+            _text(params, "remote_request_id"),
+            _text(params, "remote_host"),
+            _port(params, "remote_port"),
+        )
+
+
+def _remote_decode(fields: _Fields, link: Link) -> RemoteDecode:
     if not link.options.produces:
         raise _wrong("do_remote_decode", f"this engine has role {link.options.role}: send it to one that prefills")
-    transfer_id = _text(params, "transfer_id")
-    return RemoteDecode(transfer_id or uuid4().hex)
+    return RemoteDecode(fields.transfer_id or uuid4().hex)
 
 
-def _remote_prefill(params: Mapping[str, Any], link: Link) -> RemotePrefill:
+def _remote_prefill(fields: _Fields, link: Link) -> RemotePrefill:
     if not link.options.consumes:
         raise _wrong("do_remote_prefill", f"this engine has role {link.options.role}: send it to one that decodes")
-    host, port = _text(params, "remote_host"), params.get("remote_port")
-    if isinstance(port, str) and port.isascii() and port.isdigit():
-        port = int(port)
-    if not host or isinstance(port, bool) or not isinstance(port, int):
-        raise _wrong("remote_host and remote_port", f"{host!r} and {port!r}: pass them as the prefill worker gave them")
+    host, port = fields.host, fields.port
+    if not host or port is None:
+        raise _wrong("remote_host and remote_port", "one is missing: pass both as the prefill worker gave them")
     url = link.peer_at(host, port)
     if url is None:
         raise _wrong("remote_host", f"{host}:{port} is not a peer of this engine: add it with --peer if it should be")
-    transfer_id, request_id = _text(params, "transfer_id"), _text(params, "remote_request_id")
-    if not transfer_id and not request_id:
+    if not fields.transfer_id and not fields.request_id:
         raise _wrong("remote_request_id", "it is missing: pass what the prefill worker gave")
-    return RemotePrefill(url, request_id or transfer_id or "", is_early=not request_id)
+    return RemotePrefill(url, fields.request_id or fields.transfer_id, is_early=not fields.request_id)
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:
     value = params.get(name)
     if value is not None and not isinstance(value, bool):
-        raise _wrong(name, f"{value!r}: pass true or false")
+        raise _wrong(name, f"{shown(value)}: pass true or false")
     return bool(value)
 
 
-def _text(params: Mapping[str, Any], name: str) -> str | None:
+def _text(params: Mapping[str, Any], name: str) -> str:
+    """The text of a field; empty if it is missing."""
     value = params.get(name)
     if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not has_bytes(value):
+        raise _wrong(name, f"{shown(value)}: pass a text of at most {_LONGEST_TEXT} whole characters")
+    return value
+
+
+def _port(params: Mapping[str, Any], name: str) -> int | None:
+    """The port of a field, which may be a text of digits; None if it is missing."""
+    value = given = params.get(name)
+    if isinstance(value, str) and _PORT.fullmatch(value):
+        value = int(value)
+    if value is None:
         return None
-    if not isinstance(value, str) or len(value) > _LONGEST_ID:
-        raise _wrong(name, f"{str(value)[:80]!r}: pass a text of at most {_LONGEST_ID} characters")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _HIGHEST_PORT:
+        raise _wrong(name, f"{shown(given)}: pass a number from 1 to {_HIGHEST_PORT}")
     return value
 
 

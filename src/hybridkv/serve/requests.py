@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from hybridkv.engine import Engine, Prompt, SamplingParams
 from hybridkv.engine.batches import as_list
@@ -18,6 +18,7 @@ from hybridkv.engine.sampling.params import (
     MAX_TOKEN_ID,
 )
 from hybridkv.errors import RequestError
+from hybridkv.link import params as transfer_params
 from hybridkv.serve.hidden_request import HiddenStatesField
 from hybridkv.serve.messages import ChatPrompt
 from hybridkv.serve.unsupported import check_extras
@@ -89,7 +90,7 @@ class _SampledRequest(BaseModel):
     breakpoints: TokenIds | None = Field(
         None, max_length=MAX_BREAKPOINTS, description="Tokens of the prompt after which others may go on differently."
     )
-    kv_transfer_params: dict[str, Any] | None = Field(
+    kv_transfer_params: Annotated[dict[str, Any], WithJsonSchema(transfer_params.SCHEMA)] | None = Field(
         None, description="As vLLM's: keep the prompt for a decode worker, or fetch it from a prefill worker."
     )
     return_token_ids: bool | None = Field(None, description="Add the token ids of prompts and replies.")

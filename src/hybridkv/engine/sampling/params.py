@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridkv.errors import RequestError
 from hybridkv.renamed import refuses_old_names
+from hybridkv.texts import has_bytes, shown
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -140,8 +141,8 @@ def _check_ends(stop: tuple[object, ...], ids: tuple[object, ...]) -> None:
     if len(stop) > MAX_STOPS:
         raise RequestError(f"stop has {len(stop)} texts: pass at most {MAX_STOPS}", "stop")
     for text in stop:
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise _refuse("stop", text, f"pass texts of 1 to {MAX_STOP_CHARS} characters")
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS or not has_bytes(text):
+            raise _refuse("stop", text, f"pass texts of 1 to {MAX_STOP_CHARS} whole characters")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(ids)} ids: pass at most {MAX_STOP_TOKEN_IDS}"
         raise RequestError(message, "stop_token_ids")
@@ -192,6 +193,4 @@ def _check_number(name: str, value: object, low: float, high: float, hint: str =
 
 def _refuse(name: str, value: object, way_out: str, *, called: str = "") -> RequestError:
     """`called`: the part of the parameter that is wrong, if not all of it."""
-    # Python refuses to print very long numbers.
-    shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
-    return RequestError(f"{called or name} is {shown if len(shown) <= 80 else shown[:80] + '...'}: {way_out}", name)
+    return RequestError(f"{called or name} is {shown(value)}: {way_out}", name)
