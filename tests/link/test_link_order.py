@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from hybridkv.link.producer import Producer, Prompt
 from hybridkv.link.push import Push, Pusher, Target
 from hybridkv.link.runs import Cutter, PageTables
 from hybridkv.link.stats import LinkStats
+from tests.link.sides import geometry_of
+from tests.link.test_runs import plan_of, spec_of
 
 NO_PAGES = PageTables({}, {})
 PROMPT = Prompt(16, "digest", "sampling")
@@ -30,9 +33,18 @@ class StandIn:
 
     def __init__(self) -> None:
         self.told: list[bytes] = []
+        self.metadata = b"producer"
+        self.known: list[str] = []
 
     def tell(self, peer: str, message: bytes) -> None:
         self.told.append(message)
+
+    def add(self, metadata: bytes) -> str:
+        self.known.append(metadata.decode())
+        return metadata.decode()
+
+    def remove(self, peer: str) -> None:
+        self.known.remove(peer)
 
     def messages(self) -> list[tuple[str, bytes]]:
         return []
@@ -50,11 +62,14 @@ class Pair:
         )  # fmt: skip
         self.producer._targets["consumer"] = Target("consumer", Place(0, 0), cast(Cutter, None))
 
-    def claim(self, claim: str = "claim") -> None:
+    def claim(self, claim: str = "claim", request: str = "request", *, early: bool = True) -> None:
         self.producer.handle("claim", {
             "engine_id": "consumer", "num_tokens": 16, "digest": "digest", "sampling": "sampling", "claim": claim,
-            "pages": {"tables": {}, "states": {}}, "start": 0, "request_id": "request", "early": True,
+            "pages": {"tables": {}, "states": {}}, "start": 0, "request_id": request, "early": early,
         })  # fmt: skip
+
+    def offer(self, request: str) -> None:
+        self.producer.offer(self.producer.begin(request, PROMPT), NO_PAGES, [])
 
     def cancel(self) -> bool:
         """Until it is settled."""
@@ -97,6 +112,59 @@ def test_a_producer_that_is_closed_takes_no_claims(pair: Pair) -> None:
     pair.producer.close()
     with pytest.raises(Refused, match="closed"):
         pair.claim()
+
+
+def test_the_offer_whose_lease_ends_first_is_withdrawn_first(pair: Pair) -> None:
+    """And none that is claimed, or still computed."""
+    late = pair.producer.begin("late", PROMPT)
+    for request in ("claimed", "old", "renewed", "new"):
+        pair.offer(request)
+    pair.producer._pusher.start = lambda push: None  # type: ignore[method-assign]
+    pair.claim(request="claimed", early=False)
+    pair.producer.handle("renew", {"request_ids": ["renewed"]})
+    pair.producer.offer(late, NO_PAGES, [])
+    pair.producer.begin("computed", PROMPT)
+    while pair.producer.withdraw_oldest("share"):
+        pass
+    assert pair.released == ["old", "new", "renewed", "late"]
+    assert pair.producer._stats.failures == {"share": 4}
+    assert pair.producer.num_outbound == 2
+
+
+def test_claims_without_a_prompt_have_a_limit(pair: Pair) -> None:
+    pair.producer._pusher.start = lambda push: None  # type: ignore[method-assign]
+    pair.offer("offered")
+    for number in range(4095):
+        pair.claim(f"claim {number}", f"request {number}")
+    with pytest.raises(Refused, match="too many prompts wait here") as refused:
+        pair.claim("one more", "one more")
+    assert refused.value.kind == "busy"
+    pair.claim("of an offer", "offered", early=False)
+    pair.producer.handle("cancel", {"claim": "claim 7"})
+    pair.claim("one more", "one more")
+
+
+def test_consumers_are_remembered_up_to_a_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that connected first is forgotten, unless a push to it is in progress."""
+    producer = pair.producer
+    producer._geometry = geometry_of(spec_of("llama"), plan_of("llama", 0))
+    monkeypatch.setattr(producer._pusher, "is_pushing_to", lambda name: name == "consumer")
+
+    def connect(name: str) -> None:
+        producer.handle("connect", {
+            "version": 1, "engine_id": name, "geometry": producer._geometry.to_json(), "place": [0, 0, "DRAM", 0],
+            "metadata": b64encode(name.encode()).decode(),
+        })  # fmt: skip
+
+    names = [f"engine {number}" for number in range(258)]
+    for name in names[:255]:
+        connect(name)
+    assert pair.agent.known == names[:255]
+    for count in (256, 257, 258):
+        connect(names[count - 1])
+        assert pair.agent.known == names[count - 255 : count]
+        assert list(producer._targets) == ["consumer", *names[count - 255 : count]]
+    pair.claim()  # of the consumer that is known still
 
 
 class _StuckWrite:

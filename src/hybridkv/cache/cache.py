@@ -378,10 +378,10 @@ class Cache:
         self._pins.expire()
         return tuple(self._pins.live.values())
 
-    def pinned_slabs(self) -> int:
-        """Number of slabs that pins exclude from compaction."""
+    def pinned_slabs(self, pins: Iterable[Pin] | None = None) -> int:
+        """Number of slabs that pins exclude from compaction: all pins by default, or some that have not ended."""
         self._pins.expire()
-        return len(self._running.transfer_slabs())
+        return len(self._running.transfer_slabs(None if pins is None else [pin.lease.id for pin in pins]))
 
     def take_operations(self) -> OperationBatch | None:
         """Take the copies and zeroing to run, in order, before the next step; None if there are none."""

@@ -16,6 +16,7 @@ _FLAGS = {
     "secret_file": "--link-secret-file",
     "lease_s": "--link-lease",
     "timeout_s": "--link-timeout",
+    "offer_share": "--link-offer-share",
     "checksums": "--no-link-checksums",
 }
 

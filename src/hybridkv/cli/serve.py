@@ -148,6 +148,13 @@ def serve_command(
         float | None,
         typer.Option(help="Seconds after which a prompt that has not come is computed here.", show_default="30"),
     ] = None,
+    link_offer_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the memory that prompts may keep which wait for a server that fetches them.",
+            show_default="0.5",
+        ),
+    ] = None,
     no_link_checksums: Annotated[
         bool, typer.Option("--no-link-checksums", help="Send prompts without checksums.")
     ] = False,
@@ -179,6 +186,7 @@ def serve_command(
         secret_file=link_secret_file,
         lease_s=link_lease,
         timeout_s=link_timeout,
+        offer_share=link_offer_share,
         checksums=False if no_link_checksums else None,
     )
     serve.set_up_logs(log_format, log_level)

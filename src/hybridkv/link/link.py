@@ -49,6 +49,9 @@ class LinkOptions:
     """How long a computed prompt waits for an engine that does not renew its lease."""
     timeout_s: float = 30.0
     """A request whose prompt has not come by then computes it."""
+    offer_share: float = 0.5
+    """Share of the arena that prompts which wait for their engine may keep. If a new one makes them take more, the
+    oldest that were not claimed are given up. Larger: less memory for other requests while many prompts wait."""
     checksums: bool = True
     """Whether the engine that receives verifies a checksum of each parcel."""
 
@@ -72,6 +75,10 @@ class LinkOptions:
         for name, value in (("lease", self.lease_s), ("timeout", self.timeout_s)):
             if not 0.1 <= value <= 86400:
                 raise InputError(f"link {name} {value:g} s: choose 0.1 to 86400")
+        if not 0 < self.offer_share <= 1:
+            raise InputError(
+                f"link offer share {self.offer_share:g}: choose more than 0 and at most 1, all of the memory"
+            )
         for url in self.peers:
             link_address(url)
 

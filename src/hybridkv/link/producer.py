@@ -287,15 +287,18 @@ class Producer:
             if self._outbound.get(outbound.request_id) is outbound:
                 self._drop(outbound, reason)
 
-    def withdraw_oldest(self) -> bool:
-        """Withdraw the offer that has waited longest for a claim: its pages are needed. False: there is none."""
+    def withdraw_oldest(self, kind: str) -> bool:
+        """Withdraw the offer without a claim whose lease ends first: its pages are needed. False: there is none.
+
+        Prompts that are claimed stay, since their pages are being sent. `kind`: kind of failure that is counted.
+        """
         with self._lock:
-            for outbound in self._outbound.values():
-                if outbound.pages is not None and outbound.claim is None:
-                    self._stats.count_failure("room")
-                    self._drop(outbound, "its pages were needed for another request")
-                    return True
-        return False
+            offers = [one for one in self._outbound.values() if one.pages is not None and one.claim is None]
+            if not offers:
+                return False
+            self._stats.count_failure(kind)
+            self._drop(min(offers, key=lambda one: one.expires_at), "its pages were needed for another request")
+        return True
 
     @property
     def num_outbound(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hybridkv.cache.arena.pools import Slab
 from hybridkv.cache.steps.lease import Lease
 
@@ -36,7 +38,9 @@ class Running:
         self.transfers: dict[int, set[Slab]] = {}
         """By the id of a pin's lease: the slabs that contain its pages."""
 
-    def transfer_slabs(self) -> set[Slab]:
-        """The slabs that transfers pin."""
+    def transfer_slabs(self, lease_ids: Iterable[int] | None = None) -> set[Slab]:
+        """The slabs that transfers pin: all of them, or those whose leases have these ids and have not ended."""
         slabs: set[Slab] = set()
-        return slabs.union(*self.transfers.values())
+        if lease_ids is None:
+            return slabs.union(*self.transfers.values())
+        return slabs.union(*(self.transfers.get(one, ()) for one in lease_ids))

@@ -77,9 +77,16 @@ class Prefills:
             self._producer.withdraw(outbound, "no room to keep the end of the prompt")
             return
         self._pins[outbound.request_id] = pin
+        self._keep_to_share()
         request.kv_transfer_params = transfer_params.answer(self._link, outbound.request_id, request.prompt_tokens)
         self._settle()
         self._producer.offer(outbound, PageTables(pin.pages.tables, pin.pages.states), first_tokens(request))
+
+    def _keep_to_share(self) -> None:
+        """Give up prompts that wait until all of them have their share of the arena, or only the newest is left."""
+        most = self._link.options.offer_share * self._cache.layout.num_slabs
+        while self._cache.pinned_slabs(self._pins.values()) > most and self._withdraw_oldest("share"):
+            pass
 
     def released(self, request_id: str) -> None:
         """The link does not need the pages of a request any more. Called on any thread."""
@@ -93,7 +100,10 @@ class Prefills:
 
     def withdraw_oldest(self) -> bool:
         """Give up the prompt that has waited longest for its consumer, because there is no room. False: none waits."""
-        if not self._producer.withdraw_oldest():
+        return self._withdraw_oldest("room")
+
+    def _withdraw_oldest(self, kind: str) -> bool:
+        if not self._producer.withdraw_oldest(kind):
             return False
         self.unpin_released()
         return True
