@@ -159,6 +159,17 @@ def test_a_question_is_given_up_with_its_client(prefill: StandIn, decode: StandI
         assert time.monotonic() - begin < 4.0
 
 
+def test_a_question_is_given_up_after_a_time(
+    prefill: StandIn, decode: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the worker sends all the time."""
+    monkeypatch.setattr("hybridkv.route.upstream._QUESTION_S", 0.3)
+    decode.endless = "application/json"
+    with routing([prefill], [decode], max_reply_bytes=1 << 40) as routed:
+        assert routed.http.get("/v1/models").status_code == 503
+        assert decode.ended.wait(PATIENCE_S)
+
+
 def test_a_client_that_does_not_read_fills_no_memory(prefill: StandIn, decode: StandIn) -> None:
     decode.endless = "text/event-stream"
     with routing([prefill], [decode]) as routed:

@@ -97,6 +97,7 @@ def test_transfers_of_a_wrong_form_are_refused_and_pin_nothing(workers: tuple[Se
         error = error_of(reply, 400)
         assert error["param"] == "kv_transfer_params", params
         assert error["message"].startswith("kv_transfer_params: "), params
+        assert (": remote_port: " in error["message"]) is (params.get("remote_request_id") == "x"), params
         assert len(error["message"]) < 250
         with pytest.raises(RequestError, match="kv_transfer_params"):
             worker.engine.generate([[5, 6]], kv_transfer_params=params, progress=False)
