@@ -254,15 +254,19 @@ def test_what_shows_that_a_producer_is_dead(answer: Callable[[str], dict[str, An
 
 
 def test_an_arrival_is_not_settled_before_its_claim_is_answered() -> None:
-    consumer = consumer_of(PeerStandIn(lambda method: {"settled": True, "engine_id": "producer"}))
-    arrival = consumer.expect(PeerStandIn.url, "request", is_early=True)
+    consumer = consumer_of(PeerStandIn(lambda method: {"settled": True, "engine_id": "producer", "known": []}))
+    waiting, arrival = (consumer.expect(PeerStandIn.url, name, is_early=True) for name in ("waiting", "request"))
     arrival.claimed(WANTED, 9.0)
     arrival.engine_id = "producer"
     consumer.give_up(arrival, "a test")
+    assert consumer._stats.quarantined == 1
+    consumer.give_up(waiting, "a test")
     time.sleep(0.5)
     assert not arrival.is_settled
+    assert consumer._stats.quarantined == 1
     arrival.is_asking = False
     assert soon(lambda: arrival.is_settled)
+    assert soon(lambda: consumer._stats.quarantined == 0)
     consumer.close()
 
 
