@@ -100,6 +100,13 @@ class StreamDriver(Driver):
             assert time.monotonic() < deadline, "nothing was loaded"
             self.step()
 
+    def until_answered(self) -> None:
+        """One step, in which requests ask the store, and its answers: steps after it do not race with lookups."""
+        self.step()
+        for fetch in self.streamer.finder._asked:
+            fetch.wait(20)
+            assert fetch.is_answered, "the store was asked and did not answer"
+
     def close(self, *, clean: bool = True) -> None:
         """Everything has come back: no load, no page, no byte that waits."""
         if clean:

@@ -87,6 +87,7 @@ def serve(driver: StreamDriver, count: int, fail: Callable[[], None] = lambda: N
     driver.drain()
     fail()
     add_requests(driver, count)
+    driver.until_answered()  # the end of "beside" is written, too: a lost store must not be lost before it is asked
     driver.run()
     for name in driver.results:
         check_greedy(driver, name)
