@@ -20,6 +20,7 @@ FLOORS = [
     "renamed",
     "texts",
     "units",
+    "files",
     "workers",
     "chats",
     "sight",

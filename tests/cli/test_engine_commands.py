@@ -220,6 +220,7 @@ def test_models_that_are_not_there_or_not_served(
         ("[1, 2]", "expected an object"),
         ("7", "expected an object"),
         ('{"text": "x"}', "expected an object"),
+        ("[" * 100_000 + "]" * 100_000, "expected an object"),
         ('{"prompt": 7}', "a text or a list of token ids"),
         ('{"token_ids": [1, "2"]}', "a text or a list of token ids"),
         ('{"token_ids": [true]}', "a text or a list of token ids"),
@@ -242,7 +243,7 @@ def test_files_that_are_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = complaint(capsys, ["generate", "x", "-f", str(tmp_path)])
-    assert f"cannot read {tmp_path}: Is a directory; name a file" in error
+    assert f"cannot read {tmp_path}: it is a directory, not a regular file; name a file" in error
 
 
 def test_a_dash_is_standard_input_by_line(

@@ -155,7 +155,7 @@ def test_a_bad_secret_is_refused_and_not_shown(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(InputError, match="No such file"):
         read_secret(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff" * 32)
-    with pytest.raises(InputError, match="not UTF-8"):
+    with pytest.raises(InputError, match="no text in UTF-8"):
         read_secret(tmp_path / "bytes")
 
 

@@ -147,7 +147,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="has no requests"):
         load_trace(tmp_path / "empty.jsonl")
     (tmp_path / "raw.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match="not text"):
+    with pytest.raises(TraceError, match="no text in UTF-8 after line 0"):
         load_trace(tmp_path / "raw.jsonl")
     whole = gzip.compress(json.dumps(blocks([1], 9)).encode() * 50)
     for data in (b"nothing of the kind", whole[:-9]):

@@ -72,12 +72,15 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         path.write_text("mine")
     link = objects / NAMESPACE / "full" / name_of(0).key[:2] / name_of(77).key
     link.symlink_to(tmp_path / "notes.txt")
+    loops = [objects / ("e" * 32), objects / NAMESPACE / "loop", objects / NAMESPACE / "full" / "ff"]
+    for loop in loops:
+        loop.symlink_to(loop.name)
     for number in range(10, 20):
         save(store, name_of(number), [4096])
     store.shrink(0)
     store.collect()
     assert all(path.read_text() == "mine" for path in foreign)
-    assert link.is_symlink()
+    assert all(one.is_symlink() for one in (link, *loops))
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

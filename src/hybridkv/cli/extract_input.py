@@ -6,7 +6,6 @@ not grow with their number.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from hybridkv.errors import InputError
+from hybridkv.files import FileError, check_folder, parse_json, read_lines
 
 _KINDS = ("prompt", "input_ids", "messages")
 
@@ -68,33 +68,29 @@ class JsonPrompts(Prompts):
         self.digest = digest.hexdigest()
 
     def __iter__(self) -> Iterator[Sample]:
-        index = 0
         try:
-            with self._path.open(encoding="utf-8", newline="\n") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _parsed(index, f"{self._path}, line {number}", line)
-                        index += 1
-        except UnicodeDecodeError:
-            raise InputError(
-                f"cannot read {self._path}: it is no text in UTF-8; write one JSON object a line"
-            ) from None
-        except OSError as error:
+            for index, (number, line) in enumerate(read_lines(self._path)):
+                yield _parsed(index, f"{self._path}, line {number}", line)
+        except FileError as error:
             way_out = "name a .jsonl file or a dataset folder"
-            raise InputError(f"cannot read {self._path}: {error.strerror}; {way_out}") from None
+            raise InputError(f"cannot read {self._path}: {error}; {way_out}") from None
 
 
 class DatasetPrompts(Prompts):
     """A folder that `datasets.save_to_disk` wrote, with the columns `input_ids` and, optionally, `loss_mask`."""
 
     def __init__(self, path: Path) -> None:
+        try:
+            check_folder(path)
+        except FileError as error:
+            raise InputError(f"cannot read {path}: {error}; remove it, or name another folder") from None
         datasets = import_datasets()
         if datasets is None:
             raise InputError(f"{path} is a folder: to read a dataset, pip install datasets; or name a .jsonl file")
         try:
             self._data = datasets.load_from_disk(str(path)).with_format("numpy")
             columns = self._data.column_names
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise InputError(f"cannot read {path}: {error}; name a folder that a dataset was saved to") from None
         if "input_ids" not in columns:
             raise InputError(f"{path} has no column 'input_ids', but {', '.join(map(str, columns))}")
@@ -124,8 +120,8 @@ def import_datasets() -> Any | None:
 
 def _parsed(index: int, where: str, line: str) -> Sample:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(line)
+    except FileError as error:
         raise InputError(f"{where}: {error}; write one JSON object a line") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where}: expected an object with one of {_names()}")

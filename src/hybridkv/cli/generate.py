@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ from hybridkv.cli.engine_options import (
 )
 from hybridkv.cli.tables import write
 from hybridkv.errors import InputError, ReplyError
+from hybridkv.files import MOST_BYTES, FileError, parse_json, read_lines
+from hybridkv.units import format_bytes
 
 if TYPE_CHECKING:
     from hybridkv.engine import Result
@@ -83,23 +86,31 @@ def _read_prompts(prompts: list[str] | None, path: Path | None) -> list[str | li
     if path is None:
         return [_piped()]
     try:
-        text = _piped() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"cannot read {path}: it is no text in UTF-8; name a file with a prompt a line") from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; name a file with a prompt a line") from None
-    lines = text.split("\n")  # a prompt may hold other characters that end lines
-    found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        found = [_line(path, number, line) for number, line in _lines(path)]
+    except FileError as error:
+        raise InputError(f"cannot read {path}: {error}; name a file with a prompt a line") from None
     if not found:
         raise InputError(f"{path} has no prompts: write one a line")
     return found
 
 
+def _lines(path: Path) -> Iterable[tuple[int, str]]:
+    if str(path) != "-":
+        return read_lines(path)
+    lines = _piped().split("\n")  # a prompt may hold other characters that end lines
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
 def _piped() -> str:
     try:
-        text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+        text = "" if sys.stdin.isatty() else sys.stdin.read(MOST_BYTES + 1)
     except UnicodeDecodeError as error:
         raise InputError(f"cannot read the prompt from standard input: {error}") from None
+    if len(text) > MOST_BYTES:
+        raise InputError(
+            f"standard input has more than {format_bytes(MOST_BYTES)}: pipe in a prompt, or a line for each"
+        )
+    text = text.removesuffix("\n")
     if not text:
         raise InputError("no prompt: give one with -p, a file with -f, or pipe one in")
     return text
@@ -109,7 +120,7 @@ def _line(path: Path, number: int, line: str) -> str | list[int]:
     if path.suffix != ".jsonl":
         return line
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         prompt = raw["prompt"] if "prompt" in raw else raw["token_ids"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}, line {number}: expected an object with 'prompt' or 'token_ids'") from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from hybridkv.cli.serve import KEY_VARIABLE, OPERATOR_KEY_VARIABLE, check_key
 from hybridkv.errors import InputError
+from hybridkv.files import FileError, parse_json
 
 _TIMEOUT_S = 30.0
 _MAX_BYTES = 256 * 2**20
@@ -67,8 +67,8 @@ def _address(url: str) -> Any:
 
 def _parse(content: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
+        found = parse_json(content)
+    except FileError:
         return None
     return found if isinstance(found, dict) else None
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from hybridkv.errors import InputError
+from hybridkv.files import FileError, read_text
 
 SECRET_VARIABLE = "HYBRIDKV_LINK_SECRET"
 LEAST_CHARACTERS = 16
+_MOST_BYTES = 4096
 _HOW_TO = "make one with 'openssl rand -hex 32', the same for all engines"
 
 
@@ -49,9 +51,6 @@ def read_secret(path: Path | None) -> Secret:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        reason = "it is not UTF-8"  # the cause is left out: it holds the bytes
-    except OSError as error:
-        reason = error.strerror or str(error)
-    raise InputError(f"cannot read the link secret in {path}: {reason}; {_HOW_TO}")
+        return read_text(path, _MOST_BYTES)
+    except FileError as error:
+        raise InputError(f"cannot read the link secret in {path}: {error}; {_HOW_TO}") from None

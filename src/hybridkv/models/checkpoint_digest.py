@@ -14,9 +14,13 @@ from typing import Any
 from xxhash import xxh3_128
 
 from hybridkv.errors import ConfigError
+from hybridkv.files import FileError, open_file, parse_json
+from hybridkv.models.reader import read_config_file
 
 NOT_THE_MODEL = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype")
 """Configuration fields that do not affect the computation. The dtype that weights are computed in is given apart."""
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
@@ -48,21 +52,17 @@ def directory_digest(directory: Path, *others: str) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object: name a model's directory")
-    return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}
+    return {name: value for name, value in read_config_file(path).items() if name not in NOT_THE_MODEL}
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, type with shape, and digest of each tensor in a safetensors file."""
     try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with open_file(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             size = int.from_bytes(mapped[:8], "little")
-            header = json.loads(mapped[8 : 8 + size])
+            if size > min(_MOST_HEADER_BYTES, len(mapped) - 8):
+                raise ValueError(f"its header would have {size:,} bytes")
+            header = parse_json(mapped[8 : 8 + size])
             header.pop("__metadata__", None)
             for name, about in header.items():
                 first, last = about["data_offsets"]
@@ -76,7 +76,10 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
 
 def _digest_of(file: Path) -> bytes:
     digest = xxh3_128()
-    with file.open("rb") as opened:
-        while part := opened.read(1 << 24):
-            digest.update(part)
+    try:
+        with open_file(file) as opened:
+            while part := opened.read(1 << 24):
+                digest.update(part)
+    except FileError as error:
+        raise ConfigError(f"cannot read {file}: {error}; get it again") from None
     return digest.digest()

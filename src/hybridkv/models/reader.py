@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridkv.errors import ConfigError, HybridKVError, ParallelismError
+from hybridkv.files import FileError, read_json
 from hybridkv.models import families as _families  # noqa: F401  (fills FAMILIES)
 from hybridkv.models.catalogue import find, similar
 from hybridkv.models.config import Config
@@ -148,8 +148,9 @@ def locate(model: str | Path) -> Source:
     """The config of `model`: a directory with a config.json, such a file, or a name of the catalogue."""
     path = _config_path(Path(model))
     if path is not None:
+        config = read_config_file(path)
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return Source(name, _read_json(path), str(path), verified=True)
+        return Source(name, config, str(path), verified=True)
     entry = find(str(model))
     if entry is not None:
         return Source(entry.name, entry.config, entry.source, verified=entry.verified_by is not None)
@@ -166,21 +167,31 @@ def _config_path(path: Path) -> Path | None:
     try:
         if path.is_dir():
             path = path / "config.json"
-            if not path.is_file():
+            if not _is_there(path):
                 raise ConfigError(
                     f"{path.parent} has no config.json: name a directory a transformers model was saved to"
                 )
-        return path if path.is_file() else None
+        return path if _is_there(path) else None
     except PermissionError as error:
         raise ConfigError(f"cannot look into {path}: {error.strerror}; check its permissions") from None
     except OSError:  # too long for a path: it can still be a name
         return None
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _is_there(path: Path) -> bool:
+    """Whether anything is at `path`, be it a link to nothing: reading it says what is wrong with it."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+        return False
+    return True
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json. Raises ConfigError if it cannot be read or is no object."""
+    try:
+        config = read_json(path)
+    except FileError as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be the config.json of a transformers model") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object: name a model's config.json")

@@ -8,9 +8,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybridkv.errors import RequestError, TraceError
+from hybridkv.files import FileError, parse_json, read_lines
 from hybridkv.replay.tokenizer import ChatTokenizer, Tokenize
 from hybridkv.replay.traces import TOKEN_BYTES, Chains, Record, Trace
 
@@ -53,18 +51,11 @@ def load_trace(path: Path, tokenize: Tokenize | None = None, *, progress: Callab
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers."""
-    number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield number, line
-    except UnicodeDecodeError:
-        raise TraceError(f"trace {path} is not text after line {number}: give JSON lines in UTF-8, or .gz") from None
-    except (OSError, EOFError, zlib.error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceError(f"cannot read trace {path}: {reason}") from None
+        yield from read_lines(path)
+    except FileError as error:
+        way_out = "name a file of JSON lines in UTF-8, plain or .gz"
+        raise TraceError(f"cannot read trace {path}: {error}; {way_out}") from None
 
 
 class _Reader:
@@ -78,9 +69,9 @@ class _Reader:
 
     def read(self, line: str) -> None:
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"not JSON: {error}") from None
+            fields = parse_json(line)
+        except FileError as error:
+            raise TraceError(str(error)) from None
         if not isinstance(fields, dict):
             raise TraceError(f"a {type(fields).__name__}, not an object")
         kind = next((kind for kind in _KINDS if kind in fields), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,12 @@ from typing import Any
 from hybridkv.chats import ChatStyle, ChatTokens, check_text, read_messages, render_chat, tokenize_chat
 from hybridkv.chats.messages import check_template_options
 from hybridkv.errors import InputError, RequestError
+from hybridkv.files import FileError, check_folder, read_bytes, read_json
 
 Tokenize = Callable[[str], list[int]]
 
+_MOST_BYTES = 2**30
+"""Of a tokenizer.json. Large vocabularies take 30 MB."""
 _FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
 
 
@@ -61,17 +64,17 @@ def load_tokenizer(path: Path) -> Tokenize:
     It is a `ChatTokenizer` if the directory has a chat template.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not path.exists():
+    if not os.path.lexists(path):
         raise InputError(f"no tokenizer at {path}: give a directory with a tokenizer.json, or that file")
-    return _from_file(file) if file.exists() and not _has_chat_template(path) else _from_directory(path)
+    return _from_file(file) if os.path.lexists(file) and not _has_chat_template(path) else _from_directory(path)
 
 
 def _has_chat_template(path: Path) -> bool:
     if (path / "chat_template.jinja").exists():
         return True
     try:
-        config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(path / "tokenizer_config.json")
+    except FileError:
         return False  # there is none, or loading the tokenizer says what is wrong with it
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
@@ -82,7 +85,7 @@ def _from_file(file: Path) -> Tokenize:
     except ImportError:
         raise _missing("tokenizers") from None
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(read_bytes(file, _MOST_BYTES))
     except Exception as error:  # the library raises bare Exception, whatever is wrong with the file
         raise InputError(f"cannot read tokenizer {file}: {error}") from None
     return lambda text: list(tokenizer.encode(check_text(text), add_special_tokens=False).ids)
@@ -95,6 +98,7 @@ def _from_directory(path: Path) -> Tokenize:
         way_out = ", or give its tokenizer.json: texts have no breakpoints then"
         raise _missing("transformers", way_out if (path / "tokenizer.json").exists() else "") from None
     try:
+        check_folder(path)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # as above
         raise InputError(f"cannot read tokenizer {path}: {' '.join(str(error).split())}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hybridkv.errors import StoreInputError
+from hybridkv.files import FileError, read_text
 from hybridkv.units import parse_size
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -93,14 +94,11 @@ class Address(NamedTuple):
         if file is None:
             return os.environ.get(variable) or None
         try:
-            with Path(file).open("rb") as opened:
-                raw = opened.read(_MOST_SECRET_BYTES + 1)
-            text = raw.decode().strip("\r\n")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            text = read_text(Path(file), _MOST_SECRET_BYTES).strip("\r\n")
+        except FileError as error:
             raise StoreInputError(
-                f"password_file={file} cannot be read: {reason}; name a file with a password"
+                f"password_file={file} cannot be read: {error}; name a file with a password alone"
             ) from None
-        if not text or len(raw) > _MOST_SECRET_BYTES:
-            raise StoreInputError(f"password_file={file} has {len(raw):,} bytes: name a file with a password alone")
+        if not text:
+            raise StoreInputError(f"password_file={file} is empty: name a file with a password alone")
         return text

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from hybridkv.errors import StoreInputError
+from hybridkv.files import FileError, parse_json
 
 MOST_BYTES = 1 << 16
 _MOST_LETTERS = 256
@@ -21,8 +22,8 @@ def encode_description(info: Mapping[str, str]) -> bytes:
 def decode_description(raw: bytes) -> dict[str, str] | None:
     """None if `raw` is not a JSON object. Keys and values that are not short printable strings are left out."""
     try:
-        info = json.loads(raw) if len(raw) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
+        info = parse_json(raw) if len(raw) <= MOST_BYTES else None
+    except FileError:
         return None
     if not isinstance(info, dict):
         return None

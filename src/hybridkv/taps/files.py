@@ -20,6 +20,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hybridkv.errors import DiskError, InputError
+from hybridkv.files import FileError, open_file, parse_json
 from hybridkv.store.file.io import write_all
 
 _CHECKSUMS = "hybridkv_checksums"
@@ -123,8 +124,9 @@ class _opened:  # noqa: N801 - used as a verb
 
     def __enter__(self) -> Any:
         try:
-            self._file = _open(self._path, "pt")
-        except (OSError, SafetensorError) as error:
+            with open_file(self._path) as file:  # the library would open a path again, and wait on a FIFO
+                self._file = _open(f"/proc/self/fd/{file.fileno()}", "pt")
+        except (FileError, OSError, SafetensorError) as error:
             raise self._refusal(error) from None
         return self._file.__enter__()
 
@@ -139,7 +141,7 @@ class _opened:  # noqa: N801 - used as a verb
 
 def _checksums(path: Path, metadata: dict[str, str] | None) -> dict[int, str]:
     try:
-        found = {int(index): str(value) for index, value in json.loads((metadata or {})[_CHECKSUMS]).items()}
+        found = {int(index): str(value) for index, value in parse_json((metadata or {})[_CHECKSUMS]).items()}
     except (KeyError, ValueError, AttributeError):
         raise InputError(f"{path} has no checksums: it is no file of hidden states that hybridkv wrote") from None
     return found

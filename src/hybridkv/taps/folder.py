@@ -69,14 +69,14 @@ class TapFolder:
         for directory in (self.directory, self.samples, self.shards):
             for path in directory.glob(".*") if directory.is_dir() else ():
                 if is_partial(path.name):
-                    path.unlink()
+                    _remove(path)
         places = self.places()
         for path, match in _matching(self.samples, _SAMPLE):
             index = int(match[1])
             if places[index].is_shard:
-                path.unlink()  # it was packed
+                _remove(path)  # it was packed
             elif not _is_whole(path):
-                path.unlink()
+                _remove(path)
                 del places[index]
         return places
 
@@ -118,11 +118,23 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise InputError(f"cannot read {directory}: {error.strerror}; name another folder, or extract again") from None
     return [(directory / name, match) for name in names if (match := pattern.fullmatch(name))]
 
 
 def _is_whole(path: Path) -> bool:
+    """Whether a file has a sample. Raises InputError if it is no file: hybridkv has not put it there, and leaves it."""
     try:
         return len(sample_indices(path)) == 1
     except InputError:
+        if not path.is_file():
+            raise
         return False
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        raise InputError(f"cannot remove {path}: {error.strerror}; remove it, and run the command again") from None

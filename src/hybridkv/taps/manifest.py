@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.errors import InputError
+from hybridkv.files import FileError, read_json
 
 FORMAT = "hybridkv-taps"
 VERSION = 1
@@ -67,10 +68,10 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a folder; None if there is none. Raises InputError if it cannot be used."""
     path = directory / NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
+        raw = read_json(path)
+    except FileError as error:
+        if error.is_missing:
+            return None
         raise InputError(f"cannot read {path}: {error}; name another folder, or extract again") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise InputError(f"{path} is no manifest of hidden states: name another folder")

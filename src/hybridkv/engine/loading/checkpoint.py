@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from hybridkv.engine.loading.identity import model_identity, model_name, store_i
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError, InputError
+from hybridkv.files import FileError, check_folder
 from hybridkv.memory.memory import torch_dtype
 from hybridkv.models import Compute, read_compute
-from hybridkv.models.reader import open_config, read_config
+from hybridkv.models.reader import open_config, read_config, read_config_file
 from hybridkv.spec import DType, ModelSpec
 
 LOG = logging.getLogger("hybridkv.engine")
@@ -137,8 +139,17 @@ def _check_path(model: str | Path) -> None:
         if isinstance(model, str) and _HUB_NAME.fullmatch(model):
             return
         raise ConfigError(f"no directory {str(model)!r}: {way_out}")
-    if not (Path(model) / "config.json").is_file():
+    if not os.path.lexists(config := Path(model) / "config.json"):
         raise ConfigError(f"{str(model)!r} has no config.json: {way_out}")
+    read_config_file(config)
+    _check_folder(Path(model), "cannot load")
+
+
+def _check_folder(directory: Path, cannot: str) -> None:
+    try:
+        check_folder(directory)
+    except FileError as error:
+        raise ConfigError(f"{cannot} {str(directory)!r}: {error}; remove it, or name another directory") from None
 
 
 def _weights_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -262,7 +273,9 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 def _check_tokenizer(tokenizer: str | Path | Any | None) -> None:
     """Refuse a bad `tokenizer` argument before the model is loaded."""
     if isinstance(tokenizer, (str, Path)):
-        if not Path(tokenizer).is_dir() and not _HUB_NAME.fullmatch(str(tokenizer)):
+        if Path(tokenizer).is_dir():
+            _check_folder(Path(tokenizer), "cannot load the tokenizer")
+        elif not _HUB_NAME.fullmatch(str(tokenizer)):
             raise ConfigError(f"no directory {str(tokenizer)!r}: name one that a tokenizer was saved to")
     elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(f"a tokenizer of type {type(tokenizer).__name__}: pass a directory, or a tokenizer")

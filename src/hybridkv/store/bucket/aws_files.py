@@ -7,6 +7,7 @@ from configparser import ConfigParser, Error
 from pathlib import Path
 
 from hybridkv.errors import StoreInputError
+from hybridkv.files import FileError, read_text
 
 _KEYS = {
     "aws_access_key_id": "access_key_id",
@@ -41,7 +42,11 @@ def _section(variable: str, file: str, name: str) -> dict[str, str]:
     path = Path(os.environ.get(variable) or Path.home() / ".aws" / file)
     parser = ConfigParser(interpolation=None)
     try:
-        parser.read(path)
-    except (Error, OSError, UnicodeDecodeError) as error:
+        parser.read_string(read_text(path))
+    except Error as error:  # its message has lines of the file, which may be secret
         raise StoreInputError(f"{path} cannot be read ({type(error).__name__}): repair it, or name another") from None
+    except FileError as error:
+        if error.is_missing:
+            return {}
+        raise StoreInputError(f"{path} cannot be read ({error}): repair it, or name another") from None
     return dict(parser[name]) if parser.has_section(name) else {}

@@ -11,15 +11,16 @@ directories use these names.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
 from hybridkv.errors import StoreFault, StoreInputError, is_disk_failure
-from hybridkv.store.file.io import kind_of
+from hybridkv.files import kind_of
 from hybridkv.store.names import ObjectName, is_group, is_key, is_namespace
 
 ROOT = "hybridkv-v1"
@@ -131,20 +132,26 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
-def _names(directory: str) -> list[str]:
+@contextmanager
+def _unless_foreign() -> Iterator[None]:
+    """Pass over a directory that has gone, or that never was one: a file or a link in a circle, which is not ours."""
     try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+
+
+def _names(directory: str) -> list[str]:
+    with _unless_foreign():
         return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []
 
 
 def _files(directory: str, namespace: str, group: str) -> Iterator[Found]:
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    if is_key(entry.name) and entry.is_file(follow_symlinks=False):
-                        stat = entry.stat(follow_symlinks=False)
-                        yield Found(namespace, group, entry.name, stat.st_size, stat.st_mtime)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    with _unless_foreign(), os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if is_key(entry.name) and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    yield Found(namespace, group, entry.name, stat.st_size, stat.st_mtime)

@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
-from stat import S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK
 from threading import Lock
 
 from hybridkv.errors import StoreFault
@@ -53,18 +51,6 @@ class faults:  # noqa: N801 - used as a verb
             place = error.filename2 or error.filename
             where = f" ({place})" if isinstance(place, str) and place not in what else ""
             raise StoreFault(f"cannot {what}: {error.strerror or error}{where}") from error
-
-
-_KINDS = {S_IFDIR: "directory", S_IFIFO: "FIFO", S_IFSOCK: "socket", S_IFLNK: "link to nothing", S_IFREG: "file"}
-
-
-def kind_of(path: Path) -> str:
-    """The file type at `path`, in words for an error message."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = path.lstat().st_mode
-    return _KINDS.get(S_IFMT(mode), "device")
 
 
 class BouncePool:

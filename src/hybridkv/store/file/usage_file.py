@@ -23,7 +23,7 @@ from threading import Lock
 from xxhash import xxh3_64_intdigest
 
 from hybridkv.errors import StoreFault, StoreInputError
-from hybridkv.store.file.io import kind_of
+from hybridkv.files import kind_of
 
 _COUNTS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
