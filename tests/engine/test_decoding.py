@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from hybridkv import Engine
 from hybridkv.engine.compiling import COMPILED
+from hybridkv.engine.decoding.step_buffer import MAX_ENDS
 from hybridkv.engine.sampling.params import SamplingParams
 from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, PackedDecoder, memory_for
 from tests.engine.test_correctness import ends_well
@@ -126,6 +127,24 @@ def test_replies_do_not_depend_on_how_steps_run() -> None:
         replies.append([(results[str(i)].token_ids, results[str(i)].finish_reason) for i in range(len(kinds))])
         assert bool(driver.core.captured_steps) == bool(decodes)
     assert replies[0] == replies[1]
+
+
+def test_a_reply_ends_at_a_token_that_the_device_does_not_know() -> None:
+    """No step goes past the end nevertheless: it would write to the state that the next turn resumes from."""
+    plain = Driver(build("mamba2"))
+    plain.add("whole", prompt(20, 1), replace(GREEDY, max_tokens=5))
+    whole = plain.run()["whole"].token_ids
+    last = next(token for token in whole[2:] if token not in whole[:2])
+    ends = [*(token for token in range(300) if token not in whole), last][-60:]
+    params = replace(GREEDY, max_tokens=5, stop_token_ids=ends)
+    assert last not in list(params.ends(()))[:MAX_ENDS]
+    driver = decoding("mamba2", max_num_seqs=1)
+    driver.add("a", prompt(20, 1), params)
+    result = driver.run()["a"]
+    assert (result.token_ids, result.finish_reason) == (whole[: whole.index(last) + 1], "stop")
+    said = result.prompt_token_ids + result.token_ids
+    driver.add("next turn", said + prompt(2, 4), replace(GREEDY, max_tokens=1))
+    assert ends_well(driver)["next turn"] == len(said) - 1
 
 
 def test_stop_texts_end_replies_while_steps_run_ahead() -> None:

@@ -149,11 +149,12 @@ class Finding:
 class Moving:
     """A worker: layers "run", and its memory is a bytearray."""
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    def __init__(self, plan: Plan, store: Store, pages: type[HostPages] = HostPages) -> None:
         self.plan = plan
         self.memory = bytearray(plan.arena_bytes)
+        self.pages = pages(self.memory)
         self.stats = StreamStats()
-        self.mover = Mover(store, catalogue_of(plan), HostPages(self.memory), self.stats, on_load=lambda: None)
+        self.mover = Mover(store, catalogue_of(plan), self.pages, self.stats, on_load=lambda: None)
 
     def run(self, order: Order) -> Report:
         self.memory[:] = bytes(len(self.memory))
@@ -165,7 +166,7 @@ class Moving:
         num_wrong = 0
         for layer in range(self.plan.model.num_layers):
             step.before_layer(layer)
-            num_wrong += self._num_wrong(order, layer) if load is not None and load.failure is None else 0
+            num_wrong += self.num_wrong(order, layer) if load is not None and load.failure is None else 0
             self._compute(order, layer)
             step.after_layer(layer)
         while load is not None and load.is_reading:  # `finish` would give up reads that a failure has left under way
@@ -187,7 +188,7 @@ class Moving:
             for view, piece in self._pieces(chunk, page):
                 view[...] = content(chunk, piece, order.tokens, end)
 
-    def _num_wrong(self, order: Order, layer: int) -> int:
+    def num_wrong(self, order: Order, layer: int) -> int:
         """Count wrong rows among those that the layer sees from the end of the load."""
         assert order.load is not None
         seen = {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybridkv.store import MemoryStore
+from hybridkv.stream import HostPages
 from tests.stream.halves import MIXES, SIZE, Finding, Moving, plan_of
 
 TOKENS = list(range(1, 131))
@@ -26,6 +29,48 @@ def test_what_one_memory_left_fills_another(mix: str) -> None:
     report = second.run(order)
     assert (report.num_wrong, report.failure, report.num_good) == (0, None, RESUME)
     assert second.stats.loads == {"layerwise": 1}
+    finding.finder.close(2.0)
+    for one in (first, second):
+        one.mover.close(2.0, 2.0)
+
+
+class LatePages(HostPages):
+    """Work that is submitted runs when something waits for it, which is as late as a GPU may run it."""
+
+    def __init__(self, buffer: bytearray | memoryview) -> None:
+        super().__init__(buffer)
+        self.submitted: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def order(self) -> Callable[[], None]:
+        count = len(self.submitted)
+        return lambda: self.run(count)
+
+    def run(self, count: int) -> None:
+        with self._lock:
+            for number, action in enumerate(self.submitted[:count]):
+                self.submitted[number] = lambda: None
+                action()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_are_copied_after_work_that_was_submitted_before_the_load(mix: str) -> None:
+    """A slab that changes pools is zeroed, and the zeroing may not have run when the first row comes."""
+    store = MemoryStore(1 << 24)
+    finding, first = Finding(plan_of(mix), store), Moving(plan_of(mix), store)
+    second = Moving(plan_of(mix), store, LatePages)
+    first.run(finding.order(TOKENS))
+    order = finding.order(TOKENS)
+    pages, memory = second.pages, memoryview(second.memory)
+    assert isinstance(pages, LatePages)
+
+    def zero() -> None:
+        memory[:] = bytes(len(memory))
+
+    pages.submitted.append(zero)
+    assert second.run(order).failure is None
+    pages.run(1)
+    assert not any(second.num_wrong(order, layer) for layer in range(second.plan.model.num_layers))
     finding.finder.close(2.0)
     for one in (first, second):
         one.mover.close(2.0, 2.0)

@@ -13,7 +13,7 @@ import pytest
 from hybridkv import SamplingParams
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.stream.step import STEP_WAIT_S, StepTransfers
-from tests.engine.drive import GREEDY, check_greedy, memory_for
+from tests.engine.drive import GREEDY, FixedPace, check_greedy, memory_for
 from tests.engine.zoo import prompt
 from tests.store.faulty import Fault, Kind
 from tests.stream.drive import StreamDriver, filled, model_of
@@ -348,4 +348,48 @@ def test_several_late_loads_beside_one_that_is_in_time(family: str) -> None:
         check_greedy(driver, name)
     assert sum(driver.stats.loads.values()) == 3
     assert driver.stats.loads["async"] == driver.stats.late_loads
+    driver.close()
+
+
+class NotedPace(FixedPace):
+    """Knows the tokens of the steps that it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[int] = []
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self.shown.append(num_tokens)
+
+
+def test_steps_that_wait_for_a_store_say_nothing_of_the_models_pace() -> None:
+    """Else a slow store would have every later step take fewer prompt tokens."""
+    noted = {}
+    for mode in ("layerwise", "async"):
+        driver = StreamDriver(model_of("llama"), copy_of(filled("llama", STORED)), mode)
+        driver.core.scheduler.pace = pace = NotedPace()
+        driver.add("a", LATE, BRIEF)
+        driver.run()
+        assert driver.stats.loads == {mode: 1}
+        noted[mode] = pace.shown
+        driver.close()
+    assert noted == {"layerwise": [1], "async": [len(LATE) - 80, 1]}
+
+
+def test_steps_beside_a_load_say_nothing_of_the_models_pace() -> None:
+    fault = Fault(Kind.SLOW)
+    driver = StreamDriver(model_of("llama"), GarbageStore(copy_of(filled("llama", STORED)), [fault]))
+    driver.core.scheduler.pace = pace = NotedPace()
+    driver.add("beside", BESIDE, LONG)
+    driver.step()
+    driver.add("late", LATE, BRIEF)
+    driver.until_loading()
+    assert pace.shown
+    pace.shown.clear()
+    for _ in range(3):
+        driver.step()
+    assert pace.shown == []
+    fault.release.set()
+    driver.run()
+    assert {1, len(LATE) - 80 + 1} <= set(pace.shown)
     driver.close()
