@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hybridkv.engine.loop import Submission
 from hybridkv.engine.sampling.sampler import Sampled
 from hybridkv.errors import RequestError
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine.drive import GREEDY, Driver
+from tests.engine.drive import GREEDY, Driver, check_greedy
 from tests.engine.zoo import build, fresh, prompt
 
 SAMPLES = SamplingParams(n=3, temperature=1.0, max_tokens=6, ignore_eos=True, seed=1)
@@ -158,6 +159,34 @@ def test_a_token_sampled_from_wrong_pages_does_not_count(n: int, monkeypatch: py
     result = driver.run()["a"]
     assert [len(one.token_ids) for one in result.completions] == [6] * n
     assert driver.core.computed_tokens == 2 * 40 + 5 * n
+
+
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["submitted before", "submitted after"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_token_decoded_from_wrong_pages_does_not_count(
+    family: str, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next decoding step is submitted before the tokens of this one are read, or right after."""
+    driver = Driver(build(family), decodes="packed")
+    submit, calls = driver.runner.decoder._submit, itertools.count(1)  # type: ignore[union-attr]
+
+    def then_invalid() -> Any:
+        decoded = submit()
+        if next(calls) == 6:
+            [sample] = [one for one in driver.core.scheduler.running if one.request.id == "a"]
+            assert sample.lease is not None
+            driver.cache.invalidate({name: list(table) for name, table in sample.lease.named_tables.items()})
+        return decoded
+
+    monkeypatch.setattr(driver.runner.decoder, "_submit", then_invalid)
+    driver.add("a", prompt(20, 1), replace(GREEDY, max_tokens=12, logprobs=logprobs))
+    driver.add("b", prompt(30, 2), replace(GREEDY, max_tokens=12))
+    results = driver.run()
+    assert next(calls) > 6
+    for name in ("a", "b"):
+        assert len(results[name].token_ids) == 12
+        check_greedy(driver, name)
+    assert driver.core.computed_tokens > 20 + 30 + 2 * 11, "nothing was computed again"
 
 
 @pytest.mark.parametrize("when", ["before they are queued", "as soon as they are queued", "while they run"])

@@ -210,10 +210,14 @@ def test_a_decoding_step_whose_tokens_cannot_be_read_is_computed_again(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("failing", [1, 2, 5, 9])
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["submitted before", "submitted after"])
 def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
-    family: str, failing: int, monkeypatch: pytest.MonkeyPatch
+    family: str, failing: int, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of all, one that follows another, and one at which some samples need a page and others do not."""
+    """The first of all, one that follows another, and one at which some samples need a page and others do not.
+
+    It is submitted before the tokens of the last one are read, or after, when they must not be lost with it.
+    """
     driver = Driver(build(family), decodes="packed")
     assert driver.runner.decoder is not None
     submit, calls = driver.runner.decoder._submit, itertools.count(1)
@@ -224,7 +228,7 @@ def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
         return submit()
 
     monkeypatch.setattr(driver.runner.decoder, "_submit", fails)
-    driver.add("a", prompt(23, 1), replace(GREEDY, max_tokens=14))
+    driver.add("a", prompt(23, 1), replace(GREEDY, max_tokens=14, logprobs=logprobs))
     driver.add("b", prompt(11, 2), replace(GREEDY, max_tokens=14))
     while driver.core.has_work:
         updates = driver.core.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hybridkv.link.agent import Agent
@@ -42,6 +43,10 @@ class Confusion:
                     continue
             found.append((sender, data))
         return found
+
+    def forget_first_tokens(self) -> list[tuple[str, bytes]]:
+        """The end of a prompt says nothing of the tokens that its producer has sampled."""
+        return [(sender, re.sub(rb'"first":\[.*\]', b'"first":[]', data)) for sender, data in self._messages()]
 
     def reverse(self) -> list[tuple[str, bytes]]:
         """Messages come in the opposite order, after the end was sent."""

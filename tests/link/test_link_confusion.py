@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.link.crew import LENGTH, TRANSPORTS, Crew, crew, early_params, oracle, params_for
+from tests.link.rig import REPLY_TOKENS
 
 __all__ = ["crew", "oracle"]  # fixtures
 
@@ -93,6 +94,20 @@ def test_messages_that_are_lost(crew: Crew, confusion: tuple[Any, ...]) -> None:
     consumer.call("restore")
     crew.check_handover(producer, consumer)
     producer.call("wait_for", pins=0, outbound=0, pushes=0)
+
+
+@TRANSPORTS
+def test_a_prompt_without_its_first_tokens(crew: Crew) -> None:
+    """The consumer has the whole prompt and nothing to go on with: it computes the last block again."""
+    producer = crew.producer()
+    consumer = crew.consumer(producer)
+    prompt = crew.prompt()
+    before = consumer.call("report")["computed"]
+    consumer.call("confuse", "forget_first_tokens")
+    assert consumer.call("reply", prompt, producer.call("prefill", prompt)) == (crew.right(prompt), LENGTH)
+    assert consumer.call("report")["computed"] - before == LENGTH % 16 + REPLY_TOKENS - 1
+    consumer.call("restore")
+    crew.check_handover(producer, consumer)
 
 
 @TRANSPORTS
