@@ -28,6 +28,7 @@ from hybridkv.engine.results import Result, Update
 from hybridkv.engine.runner import Runner, Work
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.seams import Frame
+from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import PlanError
 from hybridkv.memory import Memory
 from hybridkv.models.layers import with_all_taps
@@ -168,6 +169,7 @@ class Driver:
         decodes: str = "",
         experts: str = "batched_mm",
         compiles: bool = False,
+        tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> None:
         self.model = model
@@ -194,6 +196,7 @@ class Driver:
             max_model_len=loaded.max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            tokenizer=tokenizer,
             seed=0,
         )
         self.core.scheduler.pace = FixedPace()

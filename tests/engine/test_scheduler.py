@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.errors import RequestError
 from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
+from tests.engine.tokenizers_small import byte_level
 from tests.engine.zoo import build, prompt
 
 
@@ -239,4 +241,30 @@ def test_a_decoding_step_that_cannot_be_submitted_costs_no_token(
     assert family != "llama" or driver.core.computed_tokens == 23 + 11 + 2 * 13  # no token is computed twice
     for name in ("a", "b"):
         assert driver.results[name].finish_reason == "length"
+        check_greedy(driver, name)
+
+
+@pytest.mark.parametrize("failing", [2, 5])
+def test_a_sample_that_has_begun_its_next_step_takes_part_again_if_that_cannot_be_submitted(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stop texts a step is committed before the next one begins: its pages are given back."""
+    driver = Driver(
+        build("falcon_h1"), decodes="packed", tokenizer=PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    )
+    assert driver.runner.decoder is not None
+    submit, calls = driver.runner.decoder._submit, itertools.count(1)
+
+    def fails() -> Any:
+        if next(calls) == failing:
+            raise RuntimeError("the device hiccuped")
+        return submit()
+
+    monkeypatch.setattr(driver.runner.decoder, "_submit", fails)
+    driver.add("a", prompt(23, 1), replace(GREEDY, stop="never said"))
+    driver.add("b", prompt(11, 2))
+    results = driver.run(limit=50)
+    assert next(calls) > failing
+    for name in ("a", "b"):
+        assert len(results[name].token_ids) == GREEDY.max_tokens
         check_greedy(driver, name)
