@@ -140,6 +140,19 @@ def test_a_row_that_cannot_be_sampled_ends_alone(monkeypatch: pytest.MonkeyPatch
     assert not any(driver.cache.pages_in_use().values())
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_the_step_of_a_row_that_cannot_be_sampled_is_not_cached(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What made its logits unusable lies in its pages, too."""
+    driver = Driver(build(family), max_num_batched_tokens=32)
+    monkeypatch.setattr(driver.core._sampler, "sample", lambda logits, rows: [Sampled(-1, error="no token")])
+    driver.add("a", prompt(60, 1))
+    assert driver.run()["a"].completions[0].error == "no token"
+    monkeypatch.undo()
+    driver.add("b", prompt(60, 1) + prompt(5, 2))
+    assert driver.run()["b"].cached_tokens <= 32
+    check_greedy(driver, "b")
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_token_sampled_from_wrong_pages_does_not_count(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(build("qwen3_next"))
