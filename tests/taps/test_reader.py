@@ -105,6 +105,14 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
             taps.open(place)
 
 
+@pytest.mark.parametrize("part", ["hidden_states", "shards"])
+def test_a_folder_that_cannot_be_listed(part: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(manifest(1).as_json())
+    (tmp_path / part).symlink_to(part)
+    with pytest.raises(InputError, match=f"cannot read {tmp_path / part}: Too many levels of symbolic links; name"):
+        taps.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
