@@ -118,6 +118,20 @@ def test_rows_are_requested_in_layer_order_and_what_gates_comes_first(family: st
     driver.close()
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_rows_after_one_that_failed_are_not_read(family: str) -> None:
+    store = Diary(copy_of(filled(family, STORED)))
+    driver = StreamDriver(model_of(family), store)
+    driver.streamer.mover._readers.close(5)
+    driver.streamer.mover._readers = Workers(1, "test")
+    store.faults.append(Fault(Kind.FAIL_READ, *rows_in_order(driver)[0]))
+    driver.add("a", prompt(90, 1) + prompt(9, 2), BRIEF)
+    driver.run()
+    assert driver.stats.failures == {"fault": 1}
+    assert store.read == []
+    driver.close()
+
+
 @pytest.mark.parametrize("family", MIXED)
 def test_a_layer_waits_for_its_rows_and_for_no_later_ones(family: str) -> None:
     """Each row in turn comes only after the layer before its own has run: whoever waited for it earlier would hang."""

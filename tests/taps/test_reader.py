@@ -147,6 +147,15 @@ def test_a_folder_that_is_not_complete(tmp_path: Path) -> None:
         dataset.read(2)
 
 
+def test_samples_beyond_the_manifest_are_not_counted(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    (tmp_path / "manifest.json").write_text(manifest(2).as_json())
+    assert [one["index"] for one in taps.open(tmp_path, shuffle=False)] == [0, 1]
+    (tmp_path / "hidden_states/hs_1.safetensors").unlink()
+    with pytest.raises(InputError, match="has 1 of 2 samples"):
+        taps.open(tmp_path)
+
+
 @pytest.mark.parametrize("shard_bytes", [None, 50_000], ids=["files", "shards"])
 @settings(max_examples=60)
 @given(data=st.data())
