@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from hybridkv import Engine, InputError, RequestError
 from hybridkv.serve import Clients
+from hybridkv.serve.connection_limits import peer_of
 from hybridkv.serve.access import Caller
 from hybridkv.serve.jobs import Admission, TooBusyError
 from tests.engine.zoo import prompt
@@ -175,7 +176,7 @@ def request_from(host: str, *forwarded: str, owner: str = "") -> Request:
         ("10.0.0.1", ("198.51.100.1", "203.0.113.7 ,10.0.0.2"), "203.0.113.7"),
         ("10.0.0.1", ("10.0.0.3, 10.0.0.2",), "10.0.0.3"),
         ("10.0.0.1", ("203.0.113.7, unknown",), "10.0.0.1"),
-        ("fd00::1", ("2001:DB8::7",), "2001:db8::7"),
+        ("fd00::1", ("2001:DB8::7",), "2001:db8::/64"),
         ("", ("203.0.113.7",), ""),
     ],
 )
@@ -184,7 +185,7 @@ def test_a_client_without_a_key_is_the_address_that_called_the_last_trusted_prox
 ) -> None:
     clients = Clients(["10.0.0.0/8", "fd00::1"])
     assert clients.client_of(request_from(host, *forwarded)) == client
-    assert Clients().client_of(request_from(host, *forwarded)) == host
+    assert Clients().client_of(request_from(host, *forwarded)) == peer_of(host)
 
 
 def test_a_client_with_a_key_is_its_key() -> None:

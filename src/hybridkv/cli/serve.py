@@ -74,7 +74,7 @@ def serve_command(
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Serve no page at /.")] = False,
     max_waiting: Annotated[
         int, typer.Option(help="Samples (prompts times n) that may wait for their first token; others get a 429.")
-    ] = 1024,
+    ] = 16384,
     trusted_proxy: Annotated[
         list[str] | None,
         typer.Option(

@@ -86,7 +86,7 @@ def decode(data: bytes) -> Message:
             fields["first"] = tuple(_first(one) for one in fields["first"])
         message: Message = kind(**fields)
         _check(message)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LinkError(f"a message of {len(data)} bytes is not of this protocol: {error!r}") from error
     return message
 

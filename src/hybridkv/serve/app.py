@@ -78,8 +78,9 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     """API keys; a request must have one of them. Empty: no key is needed."""
     max_body_bytes: int = 16 * 2**20
-    max_waiting: int = 1024
-    """Most samples, n for each prompt, that may wait for their first token."""
+    max_waiting: int = 16384
+    """Most samples, n for each prompt, that may wait for their first token. The default is 128 prompts with n 128, the
+    largest request: with less, some requests are always refused; with more, later ones wait longer before a 429."""
     clients: Clients = field(default_factory=Clients)
     """Tells clients apart, whose requests take turns."""
     hidden_folder: HiddenFolder | None = None

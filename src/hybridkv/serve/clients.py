@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from hybridkv.errors import InputError
 from hybridkv.serve.access import caller_of
+from hybridkv.serve.connection_limits import peer_of
 
 
 class Clients:
@@ -34,7 +35,7 @@ class Clients:
             if caller is None:
                 break
             found = str(caller)
-        return found
+        return peer_of(found)
 
     def _is_proxy(self, host: str) -> bool:
         address = _parsed(host)

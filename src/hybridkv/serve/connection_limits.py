@@ -72,8 +72,11 @@ def room_for(limits: ConnectionLimits, files_each: int) -> Room:
 
 
 def peer_of(host: str) -> str:
-    """The address whose connections are counted together: an IPv4 address, or the first 64 bits of an IPv6 one."""
-    address = ipaddress.ip_address(host.partition("%")[0])
+    """Return what counts as one address: an IPv4 address, or the first 64 bits of an IPv6 one. Names are left as is."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:
