@@ -94,11 +94,11 @@ def test_every_call_says_for_whom_it_is(prefill: StandIn, decode: StandIn) -> No
 
 def test_what_clients_say_of_proxies_stays_before_that(routed: Routed, prefill: StandIn, decode: StandIn) -> None:
     head = "GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nVia: 1.0 a\r\nVia: 1.1 b\r\nX-Forwarded-For: 10.0.0.1"
-    assert routed.raw(f"{head}\r\nForwarded: for=x\r\nOrigin: y\r\nCookie: z")[0] == 200
+    assert routed.raw(f"{head}\r\nForwarded: for=x\r\nReferer: y\r\nCookie: z")[0] == 200
     [seen] = decode.seen
     assert seen["via"] == "1.0 a, 1.1 b, 1.1 hybridkv-route"
     assert seen["x-forwarded-for"].startswith("10.0.0.1, ")
-    assert not {"forwarded", "origin", "cookie"} & set(seen)
+    assert not {"forwarded", "referer", "cookie"} & set(seen)
 
 
 def test_headers_with_other_bytes_are_passed_on(routed: Routed, decode: StandIn) -> None:

@@ -7,8 +7,8 @@ from starlette.requests import Request
 
 from hybridkv import Engine, InputError, RequestError
 from hybridkv.serve import Clients
-from hybridkv.serve.connection_limits import peer_of
 from hybridkv.serve.access import Caller
+from hybridkv.serve.connection_limits import peer_of
 from hybridkv.serve.jobs import Admission, TooBusyError
 from tests.engine.zoo import prompt
 from tests.serve.serving import Client, Pace, Served, check_idle, error_of, eventually, serving
