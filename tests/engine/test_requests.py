@@ -142,7 +142,7 @@ def test_a_row_that_cannot_be_sampled_ends_alone(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_the_step_of_a_row_that_cannot_be_sampled_is_not_cached(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What made its logits unusable lies in its pages, too."""
+    """Its pages hold the values that made its logits unusable."""
     driver = Driver(build(family), max_num_batched_tokens=32)
     monkeypatch.setattr(driver.core._sampler, "sample", lambda logits, rows: [Sampled(-1, error="no token")])
     driver.add("a", prompt(60, 1))

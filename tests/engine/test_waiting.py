@@ -152,7 +152,7 @@ def test_a_newcomer_is_served_before_the_client_that_was_served_last() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 20_000])
 def test_a_long_queue_is_as_fast_as_a_short_one(num_clients: int) -> None:
-    """What a step does to it: look at the next samples, start one, take in one, drop one."""
+    """A step looks at the next samples, starts one, takes in one and drops one."""
 
     def seconds(num_samples: int) -> float:
         waiting = Waiting()

@@ -137,7 +137,7 @@ class StandIn:
         return Response(status_code=self.status)
 
     async def anything(self, request: Request) -> Response:
-        """What a router must never ask for."""
+        """Answer a path that a router must never ask for."""
         self.strays.append(request.scope["raw_path"].decode())
         return JSONResponse({"a secret of": self.name})
 

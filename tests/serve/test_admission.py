@@ -19,7 +19,7 @@ BIG = [prompt(6, seed) for seed in range(128)]
 
 @pytest.fixture
 def admissions(monkeypatch: pytest.MonkeyPatch) -> list[Admission]:
-    """Those of all servers that start in the test."""
+    """Return the admissions of all servers that start in the test."""
     made: list[Admission] = []
 
     def make(max_waiting: int) -> Admission:

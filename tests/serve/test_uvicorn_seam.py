@@ -1,4 +1,4 @@
-"""What the seam to uvicorn relies on: these tests fail when uvicorn or h11 moves."""
+"""The seam to uvicorn: these tests fail when a part of uvicorn or h11 that it relies on has moved."""
 
 from __future__ import annotations
 

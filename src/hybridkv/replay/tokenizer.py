@@ -16,7 +16,7 @@ from hybridkv.files import FileError, check_folder, read_bytes, read_json
 Tokenize = Callable[[str], list[int]]
 
 _MOST_BYTES = 2**30
-"""Of a tokenizer.json. Large vocabularies take 30 MB."""
+"""Largest tokenizer.json that is read. Large vocabularies take 30 MB."""
 _FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
 
 

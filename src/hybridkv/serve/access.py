@@ -1,4 +1,4 @@
-"""Who is calling, and who may: API keys, the operator's key, and on a server without keys which hosts and pages.
+"""Access of callers: API keys, the operator's key, and hosts and pages that a server without keys answers.
 
 A server without keys trusts everyone who reaches it, but not the pages that their browsers show: those could send
 requests to any address, or make their own name lead to it (DNS rebinding). It knows headers and paths, but no endpoint.

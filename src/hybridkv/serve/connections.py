@@ -31,7 +31,7 @@ _BETWEEN_REPORTS_S = 60.0
 
 
 class Stage(Enum):
-    """What a connection waits for. When room is needed, those of the first stage are closed first."""
+    """State of a connection: what it waits for. To make room, connections of the first states are closed first."""
 
     IDLE = "idle"
     """Another request, of which nothing has arrived."""
@@ -44,7 +44,7 @@ class Stage(Enum):
 
 
 class Connection(Protocol):
-    """One connection."""
+    """A client's connection, as the book of all connections sees it."""
 
     peer: str
     """As `peer_of` returns it."""

@@ -1,6 +1,6 @@
-"""What the connector refuses to run with, by name and with the way out.
+"""Refuses features of vLLM that the connector does not support, by name and with the way out.
 
-It looks at vLLM's configuration alone, so that it can run before weights are loaded (`integrations.vllm_config`).
+It reads vLLM's configuration alone, so that it can run before weights are loaded (`integrations.vllm_config`).
 """
 
 from __future__ import annotations
