@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from hybridkv.integrations.vllm.admission import Admission, guard
+from hybridkv.integrations.vllm.admission import _PATIENCE, Admission, guard
 
 BLOCK = 32
 LONGEST = 640
@@ -42,6 +43,7 @@ MIXES: dict[str, list[KVCacheSpec]] = {
     "windows": [FULL, WINDOW, WINDOW],
     "chunks": [FULL, CHUNKED],
     "all": [FULL, WINDOW, STATE],
+    "checkpoints": [FULL, replace(STATE, num_prefill_checkpoint_blocks=1)],
 }
 
 
@@ -163,7 +165,9 @@ def test_no_admission_raises_and_the_count_is_what_vllm_takes(mix: str, monkeypa
             counted.clear()
             life.step()
             real = [pair for pair in counted if pair[1] >= 0]
-            assert all(ours == theirs for ours, theirs in real), (seed, real)
+            # A block for a checkpoint inside the chunk is counted, whether vLLM keeps one or not.
+            spare = 1 if mix == "checkpoints" else 0
+            assert all(theirs <= ours <= theirs + spare for ours, theirs in real), (seed, real)
             checked += len(real)
         for request in list(life.running):
             life._free(request)
@@ -181,7 +185,7 @@ def test_vllm_alone_ends_in_an_error() -> None:
 
 
 def test_a_hit_waits_while_others_run_and_is_given_up_where_none_does() -> None:
-    """It fits vLLM's count of five blocks, and takes eight."""
+    """It fits vLLM's count of five blocks, and takes eight. Blocks of ended requests come back some steps later."""
     given_up: list[str] = []
     manager = make_manager(MIXES["states"], blocks=9)
     guard(manager, give_up=lambda request: given_up.append(request.request_id))
@@ -193,7 +197,8 @@ def test_a_hit_waits_while_others_run_and_is_given_up_where_none_does() -> None:
 
     other = make_request("other", [1])
     manager.block_pool.get_new_blocks(1)
-    assert admit(has_scheduled_reqs=True) is None
+    for others_run in (True, *[False] * (_PATIENCE - 1), True, *[False] * (_PATIENCE - 1)):
+        assert admit(has_scheduled_reqs=others_run) is None
     assert not given_up
     assert admit(has_scheduled_reqs=False) is None
     assert given_up == ["hit", "another connector's"]

@@ -141,7 +141,7 @@ def test_a_buffer_in_which_nothing_ever_fits_is_refused(name: str, family: str) 
         refuse_small_buffers(catalogue, settings(**{f"{name}_bytes": 1000}))
     assert f"{name} is 1,000 B" in str(error.value)
     enough = parse_size(str(error.value).rpartition(f"set {name} to ")[2].removesuffix(" or more"))
-    objects = [group.nbytes(1 if group.is_state else 256) for group in catalogue.groups]
+    objects = [group.nbytes(catalogue.num_tokens(group, 256_000)) for group in catalogue.groups]
     assert enough >= (catalogue.load_bytes(0, 16) if name == "staging" else max(objects))
     refuse_small_buffers(catalogue, settings(**{f"{name}_bytes": enough}))
 

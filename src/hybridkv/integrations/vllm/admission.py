@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 GiveUp = Callable[["Request"], None]
 """Called with a request whose hit does not fit, while nothing runs that would free blocks: it is to be computed."""
+_PATIENCE = 8
+"""Number of steps in which nothing runs until a hit is given up: blocks of requests that have ended come back a step or
+two later. Larger: a request waits longer for blocks that a paused session keeps."""
 
 
 def guard(manager: KVCacheManager, give_up: GiveUp) -> None:
@@ -41,6 +44,8 @@ class Admission:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.give_up: list[GiveUp] = []
+        self._idle_steps = 0
+        """Number of steps since anything ran, if a hit waits."""
         self._manager = manager
         self._allocate_slots = manager.allocate_slots
 
@@ -58,10 +63,9 @@ class Admission:
             computed = options.get("num_new_computed_tokens", 0) + num_external_computed_tokens
             needed = self._blocks(computed, computed + num_new_tokens, **options)
             if needed > self._manager.block_pool.get_num_free_blocks():
-                if not has_scheduled_reqs:
-                    for give_up in self.give_up:
-                        give_up(request)
+                self._wait(request, has_scheduled_reqs)
                 return None
+            self._idle_steps = 0
         return self._allocate_slots(
             request,
             num_new_tokens,
@@ -70,6 +74,13 @@ class Admission:
             has_scheduled_reqs=has_scheduled_reqs,
             **options,
         )
+
+    def _wait(self, request: Request, others_run: bool) -> None:
+        self._idle_steps = 0 if others_run else self._idle_steps + 1
+        if self._idle_steps >= _PATIENCE:
+            self._idle_steps = 0
+            for give_up in self.give_up:
+                give_up(request)
 
     def _blocks(
         self,

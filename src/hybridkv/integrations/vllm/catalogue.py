@@ -14,6 +14,8 @@ BLOCK_TOKENS = 16
 """Tokens of a stored block, whatever vLLM's own block is."""
 _ENOUGH_CHECKPOINTS = 1024
 """A plan needs memory for some. The catalogue is the same for every size."""
+_FAR_STRETCHES = 1024
+"""A position in a long prompt: what is stored there of a window is all of it, or all of a stretch."""
 _SAME_STATES = {"qwen3_next"}
 """Families whose states were compared with those of an embedded engine. Other states are shared between vLLMs only."""
 
@@ -32,13 +34,15 @@ def shared_identity(model: ModelSpec, identity: str) -> str:
 
 
 def refuse_small_buffers(catalogue: Catalogue, settings: Settings) -> None:
-    """Raise InputError if not even the smallest hit fits `staging`, or if a group's objects do not fit `waiting`."""
+    """Raise InputError if no hit fits `staging`, or if a state or a whole stretch of a group does not fit `waiting`."""
     least = catalogue.load_bytes(0, BLOCK_TOKENS)
     if settings.loads and settings.staging_bytes < least:
         raise _too_small("staging", settings.staging_bytes, f"a hit of {BLOCK_TOKENS} tokens takes", least)
-    tokens = catalogue.stretch_blocks * catalogue.block_tokens
-    objects = [(group.nbytes(tokens), f"{tokens} tokens take") for group in catalogue.token_groups]
-    objects += [(group.nbytes(1), "a state takes") for group in catalogue.state_groups]
+    far = _FAR_STRETCHES * catalogue.stretch_blocks * catalogue.block_tokens
+    objects = []
+    for group in catalogue.groups:
+        tokens = catalogue.num_tokens(group, far)
+        objects.append((group.nbytes(tokens), "a state takes" if group.is_state else f"{tokens} tokens take"))
     largest, what = max(objects)
     if settings.saves and settings.waiting_bytes < largest:
         raise _too_small("waiting", settings.waiting_bytes, what, largest)
@@ -47,5 +51,5 @@ def refuse_small_buffers(catalogue: Catalogue, settings: Settings) -> None:
 def _too_small(name: str, given: int, what: str, needed: int) -> InputError:
     return InputError(
         f"kv_connector_extra_config: {name} is {format_bytes(given)}, and {what} {format_bytes(needed)} on each rank, "
-        f"so that nothing would ever be found: set {name} to {format_at_least(needed)} or more"
+        f"which would never be cached: set {name} to {format_at_least(needed)} or more"
     )

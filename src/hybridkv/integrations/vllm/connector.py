@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -41,19 +42,16 @@ _LOG_EVERY_S = 60.0
 class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Finds prefixes in a store and saves what is computed, for every kind of layer."""
 
-    _workers: ClassVar[dict[tuple[str, ...], WorkerHalf]] = {}
-    """Workers of this process, by engine and store."""
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read_settings(vllm_config)
-        self._key = (vllm_config.kv_transfer_config.engine_id, *settings.store)
+        self._engine_id = vllm_config.kv_transfer_config.engine_id
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
         else:
-            self._worker = self._workers[self._key] = WorkerHalf(vllm_config, kv_cache_config, settings)
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings)
         self._told: Counter[str] = Counter()
         """Counters that vLLM knows already."""
         self._told_at = 0.0
@@ -157,11 +155,22 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         end = self._scheduler.finished(request, block_ids)
         if end is None:
             return False, None
-        if worker := self._workers.get(self._key):
+        if worker := self._worker_here():
             worker.save_end(self._scheduler.identity, end)
             return False, None
         self._scheduler.order_end(end)
         return True, None
+
+    def _worker_here(self) -> WorkerHalf | None:
+        """Return this engine's worker, or None if it is in another process or in a `MultiConnector`.
+
+        Another connector of a `MultiConnector` may write to blocks as soon as they are free, by RDMA and not in the
+        order of CUDA's streams, while the copy out of them still waits in its stream.
+        """
+        theirs = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if not isinstance(theirs, HybridKVConnector) or theirs._engine_id != self._engine_id:
+            return None
+        return theirs._worker
 
     def reset_cache(self) -> bool:
         """From now on nothing is found that was stored before, such as KV of other weights."""
@@ -209,6 +218,4 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.close()
-        if self._worker is not None:
-            del self._workers[self._key]
         self._scheduler = self._worker = None
