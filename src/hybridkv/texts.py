@@ -16,11 +16,11 @@ def has_bytes(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value as Python writes it. Python refuses to write very long numbers."""
+    """The beginning of a value as Python writes it. Python refuses very long numbers and very deep nesting."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"a number of {value.bit_length()} bits"
     try:
         written = repr(value)
-    except ValueError:
-        return f"a {type(value).__name__} with a very long number"
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that Python does not write"
     return written if len(written) <= _LONGEST_SHOWN else written[:_LONGEST_SHOWN] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -99,7 +100,9 @@ def test_a_file_of_json_lines(checkpoint: str, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "prompts.jsonl"
     lines = [{"token_ids": tokens}, {"prompt": "A state"}, {"token_ids": [*tokens[:50], 5]}]
     path.write_text("\n".join(map(json.dumps, lines)))
-    found = reports(capsys, checkpoint, "-f", str(path), *GREEDY)
+    packed = tmp_path / "prompts.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    found = reports(capsys, checkpoint, "-f", str(packed), *GREEDY)
     plain = reports(capsys, checkpoint, "-p", "A state", *GREEDY)[0]
     assert [one["prompt_tokens"] for one in found] == [60, plain["prompt_tokens"], 51]
     assert found[1]["token_ids"] == plain["token_ids"]

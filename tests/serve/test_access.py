@@ -308,6 +308,18 @@ OPENED = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fet
         ("POST", "/v1/completions", {"host": "a.wild.example"}, True),
         ("POST", "/v1/completions", {}, True),
         ("POST", "/v1/completions", {"host": "10.0.0.5:8000", "origin": "http://10.0.0.5:8000"}, True),
+        (
+            "POST",
+            "/v1/completions",
+            {"host": "gpu.example", "origin": "https://gpu.example", "sec-fetch-site": "same-origin"},
+            True,
+        ),  # its own page, behind a TLS proxy
+        (
+            "POST",
+            "/v1/completions",
+            {"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"},
+            False,
+        ),  # a name that leads here
         ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "https://chat.example"}, True),
         ("POST", "/v1/completions", {"host": "10.0.0.5", "origin": "https://chat.example", **OPENED}, True),
         ("GET", "/metrics", {"host": "hybridkv:8000"}, True),

@@ -233,6 +233,22 @@ def test_a_reply_that_is_on_its_way_is_not_cut(engine: Engine, monkeypatch: pyte
         assert "paths" in read_reply(slow, 200)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux disconnects such clients")
+def test_a_client_that_does_not_read_is_disconnected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.serve.serving.Server", NarrowServer)
+    monkeypatch.setattr("hybridkv.serve.uvicorn_seam._UNREAD_S", 1)
+    with limited(engine, 1) as served, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+        slow.sendall(WHOLE.replace(b"/health", b"/openapi.json") * 50)
+
+        def is_let_in() -> bool:
+            with connect(served.url, WHOLE) as other:
+                return b"200 OK" in other.recv(65536)
+
+        assert eventually(is_let_in)
+
+
 # --- time limits ------------------------------------------------------------------------------------------------------
 
 

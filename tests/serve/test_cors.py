@@ -58,6 +58,19 @@ def test_a_preflight_is_answered_and_so_is_the_request(keyless: Served) -> None:
         assert "origin" in words(reply, "vary")
 
 
+def test_a_page_of_the_internet_may_use_a_server_of_this_network(keyless: Served) -> None:
+    """Chromium asks for that before it sends anything to a local address."""
+    headers = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    asked = keyless.http.options(TEXT, headers=headers)
+    assert asked.status_code == 200, asked.text
+    assert asked.headers["access-control-allow-private-network"] == "true"
+    assert keyless.http.options(TEXT, headers={**headers, "Origin": "https://other.example"}).status_code == 400
+
+
 def test_an_error_can_be_read_by_the_page(keyless: Served, keyed: Served) -> None:
     for served, status in ((keyless, 400), (keyed, 401)):
         reply = served.http.post(TEXT, json={}, headers={"Origin": PAGE})

@@ -117,7 +117,7 @@ def _piped() -> str:
 
 
 def _line(path: Path, number: int, line: str) -> str | list[int]:
-    if path.suffix != ".jsonl":
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
         return line
     try:
         raw = parse_json(line)

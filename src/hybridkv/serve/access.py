@@ -126,7 +126,8 @@ class Access:
         for host in headers.getlist("host"):
             if path not in MONITORING and not self._is_allowed_host(host):
                 return ForbiddenError(_OTHER_HOST.format(host=host[:200], name=_host_name(host) or "NAME"))
-        if not (_is_own_page(headers) or _is_navigation(method, headers) or self._is_allowed_page(path, headers)):
+        is_own = _is_own_page(headers) or headers.getlist("sec-fetch-site") == ["same-origin"]  # behind a TLS proxy
+        if not (is_own or _is_navigation(method, headers) or self._is_allowed_page(path, headers)):
             return ForbiddenError(_OTHER_PAGE.format(origin=headers.get("origin", "another site")[:200]))
         return None
 

@@ -43,8 +43,9 @@ class Clients:
 
 
 def _parsed(text: str) -> IPv4Address | IPv6Address | None:
-    """The address, or None if the text is none."""
+    """The address, or None if the text is none. Sockets of IPv6 show addresses of IPv4 inside of theirs."""
     try:
-        return ip_address(text.strip())
+        address = ip_address(text.strip())
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address

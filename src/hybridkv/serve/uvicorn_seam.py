@@ -26,6 +26,9 @@ LOG = logging.getLogger("hybridkv.serve")
 _BACKLOG = 2048
 _OUT_OF_FILES_S = 0.1
 """Time until the next connection is accepted when there is no file descriptor for one."""
+_UNREAD_S = 60
+"""A client that reads nothing for so long, while more of its reply waits, is disconnected. Larger: such clients keep
+connections from others for longer. Smaller: a reply is lost when the network fails for a moment."""
 _TICKS_OF_A_SWEEP = 10
 """uvicorn has ten ticks a second."""
 _LAST_WORDS_S = 1.0
@@ -192,6 +195,8 @@ class StoppableServer(uvicorn.Server):
 
     async def _connect(self, accepted: socket.socket, connection: HttpConnection) -> None:
         accepted.setblocking(False)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
         except OSError:  # the client is disconnected
