@@ -22,13 +22,24 @@ class Oracle:
         self.worst = {True: 0.0, False: 0.0}
         """The largest difference of logprobs so far, of exact and of other comparisons."""
 
-    def check(self, run: Run | Reply, *, exact: bool = True) -> None:
-        """Every reply is what vLLM alone says. `exact`: from the same chunks, which batches and preemptions change."""
+    def check(self, run: Run | Reply, *, exact: bool = True, outliers: int = 0) -> None:
+        """Every reply is what vLLM alone says. `exact`: from the same chunks, which batches and preemptions change.
+
+        `outliers`: number of replies that may differ by twice as much. In bfloat16 other chunks alone have moved a
+        logprob of vLLM by .264, in one of some hundred replies.
+        """
         replies = [run] if isinstance(run, Reply) else run.replies.values()
         for reply in replies:
             chain = self._learn(reply)
-            if reply.tokens:
+            if not reply.tokens:
+                continue
+            try:
                 self._compare(reply, chain, exact)
+            except AssertionError:
+                if not outliers:
+                    raise
+                outliers -= 1
+                self._compare(reply, chain, exact, factor=2)
 
     def _learn(self, reply: Reply) -> Chain | None:
         """How all of this reply's tokens were computed, or None if that is unknown or was interrupted."""
@@ -46,13 +57,13 @@ class Oracle:
     def _chain(self, reply: Reply, count: int) -> Chain | None:
         return self._chains.get((reply.request.salt, tuple(reply.said[:count]))) if count else ()
 
-    def _compare(self, reply: Reply, chain: Chain | None, exact: bool) -> None:
+    def _compare(self, reply: Reply, chain: Chain | None, exact: bool, factor: int = 1) -> None:
         family = self._engine.family
         exact = exact and chain is not None
         request = replace(reply.request, at=0, salt=None)
         chunks = [end for end in chain if end < len(request.prompt)] if chain else None
         own = self._engine.run([request], chunks=chunks)["0"]
-        tolerance = family.exact if exact else family.loose
+        tolerance = factor * (family.exact if exact else family.loose)
         for number, (token, right) in enumerate(zip(reply.tokens, own.tokens, strict=False)):
             ours, theirs = reply.logprobs[number], own.logprobs[number]
             where = f"token {number} of a prompt of {len(request.prompt)}, {reply.cached} cached, {reply.spans[:3]}"
