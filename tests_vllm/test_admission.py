@@ -178,7 +178,7 @@ def test_no_admission_raises_and_the_count_is_what_vllm_takes(mix: str, monkeypa
 
 
 def test_vllm_alone_ends_in_an_error() -> None:
-    """What the guard is for. Where this fails, vLLM counts right, and `admission` can go."""
+    """The guard prevents this error. If this test fails, vLLM counts right, and `admission` can be deleted."""
     life = Life(make_manager(MIXES["states"], blocks=40), seed=0)
     with pytest.raises(ValueError, match="free blocks from the pool"):
         life.run(2000)

@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.errors import InputError
-from hybridkv.integrations.vllm import scheduler
+from hybridkv.integrations.vllm import HybridKVConnector, connector, scheduler
 from hybridkv.integrations.vllm.catalogue import make_catalogue, refuse_small_buffers
 from hybridkv.integrations.vllm.messages import WorkerReport
 from hybridkv.integrations.vllm.scheduler import SchedulerHalf
@@ -155,3 +155,20 @@ def test_a_buffer_that_is_not_used_may_be_small() -> None:
 def test_a_start_with_a_buffer_that_is_too_small(start: Callable[..., SchedulerHalf]) -> None:
     with pytest.raises(InputError, match="waiting is 1,000 B, and 256 tokens take"):
         start(waiting_bytes=1000)
+
+
+@pytest.mark.parametrize(("other", "is_here"), [("ours", True), ("another engine's", False), ("multi", False)])
+def test_only_a_worker_of_this_engine_saves_ends_at_once(
+    other: str, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a `MultiConnector` another connector may write to free blocks outside of the order of streams."""
+    ours, theirs = (object.__new__(HybridKVConnector) for _ in range(2))
+    ours._engine_id = "one"
+    theirs._engine_id = "one" if other == "ours" else "two"
+    theirs._worker = worker = object()  # type: ignore[assignment]
+    group = SimpleNamespace(connectors=[theirs]) if other == "multi" else theirs
+    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: group)
+    assert ours._worker_here() is (worker if is_here else None)
+    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: False)
+    assert ours._worker_here() is None

@@ -1,4 +1,4 @@
-"""What vLLM's own model classes keep: each is built of a tiny config, without weights, and asked for its layers.
+"""Layers that vLLM's own model classes keep: each class is built of a tiny config, without weights, and asked for its layers.
 
 It patches its process: run it in one of its own.
 """
@@ -38,7 +38,7 @@ _LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3": {"max_window_layers": 4},
     "zamba2": {"num_key_value_heads": 4},
 }
-"""What vLLM's classes want of these configs, and the tiny ones have not."""
+"""Fields that vLLM's classes need, and that the tiny configs lack."""
 TWO_BLOCKS = "zamba2 with two shared blocks"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, _LIKE_PUBLISHED.get(name, {})) for name in TINY},
