@@ -1,4 +1,4 @@
-"""Layers that vLLM's own model classes keep: each class is built of a tiny config, without weights, and asked for its layers.
+"""Layers that vLLM's own model classes keep. Each class is built of a tiny config, without weights.
 
 It patches its process: run it in one of its own.
 """
