@@ -1,18 +1,22 @@
-"""A sample of the tests that covers them all: `pytest --sample 0.1`.
+"""A sample of the tests that covers them in pairs: `pytest --sample 0.1`.
 
-From every file the sample has each test function, and each value of each parameter: each family, each fault, each
-mode. A file with one test of 6 families, 16 faults and 2 modes has 192 cases and is covered by some 16. Which case
-covers what is drawn, and so is a share of the others, by a seed that pytest's first line prints.
+From every file the sample has each test function, and each pair of values of two parameters: each family with each
+fault, each fault in each mode. A file with one test of 6 families, 16 faults and 2 modes has 192 cases and is covered
+by 96. Most mistakes need one value or two that meet, few need three. Which case covers what is drawn, and so is a
+share of the others, by a seed that pytest's first line prints.
 
+    --sample 0          the covering cases
     --sample 0.1        the covering cases, and a tenth of the others
     --sample 0.1:0.5    another four tenths of the others, none of which the sample above has
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,29 +49,49 @@ def draw(cases: Sequence[Any], share: Share, seed: int) -> list[bool]:
     """Which cases of one file are run."""
     order = list(range(len(cases)))
     random.Random(f"{seed} {cases[0].nodeid.partition('::')[0]}").shuffle(order)
-    covered: set[tuple[str, Any]] = set()
-    others: list[int] = []
+    covering = _cover([_covers(cases[index]) for index in order])
     chosen = [False] * len(cases)
-    for index in order:
-        values = set(_values(cases[index]))
-        if values <= covered:
+    others = []
+    for index, covers in zip(order, covering, strict=True):
+        chosen[index] = covers and share.with_covering
+        if not covers:
             others.append(index)
-        else:
-            covered |= values
-            chosen[index] = share.with_covering
     for place, index in enumerate(others):
         chosen[index] = share.start <= (place + 0.5) / len(others) < share.end
     return chosen
 
 
-def _values(case: Any) -> Iterable[tuple[str, Any]]:
-    """What a case covers: its test function, and the values of its parameters by their names."""
-    yield "function", case.nodeid.partition("[")[0]
-    params: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
-    for name, value in params.items():
-        if name in _INTERCHANGEABLE:
+def _cover(sets: Sequence[set[Any]]) -> list[bool]:
+    """Which of the sets cover the union of all: the one that adds most first, of equals the first.
+
+    A set never adds more than it did when there was less to add to, so only the set on top of the heap is counted anew.
+    """
+    chosen = [False] * len(sets)
+    covered: set[Any] = set()
+    heap = [(-len(one), place) for place, one in enumerate(sets)]
+    heapq.heapify(heap)
+    while heap:
+        stated, place = heap[0]
+        added = len(sets[place] - covered)
+        if added and added < -stated:
+            heapq.heapreplace(heap, (-added, place))
             continue
-        yield name, value if _is_hashable(value) else id(value)
+        heapq.heappop(heap)
+        if added:
+            covered |= sets[place]
+            chosen[place] = True
+    return chosen
+
+
+def _covers(case: Any) -> set[Any]:
+    """What a case covers: its test function, its parameters' values, and each pair of them."""
+    params: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
+    values = [(name, _key(value)) for name, value in sorted(params.items()) if name not in _INTERCHANGEABLE]
+    return {case.nodeid.partition("[")[0], *values, *combinations(values, 2)}
+
+
+def _key(value: Any) -> Any:
+    return value if _is_hashable(value) else id(value)
 
 
 def _is_hashable(value: Any) -> bool:
@@ -82,7 +106,7 @@ def _is_hashable(value: Any) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", metavar="SHARE", help="run a sample that covers every test and every parameter")
+    parser.addoption("--sample", metavar="SHARE", help="run a sample that covers every pair of parameters")
 
 
 def pytest_configure(config: pytest.Config) -> None:

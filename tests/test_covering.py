@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,15 +30,23 @@ SHARES = st.floats(0, 1)
 
 
 @given(SIZES, st.integers(1, 3), SHARES, st.integers())
-def test_every_value_of_every_parameter_is_covered(sizes: list[int], seeds: int, share: float, seed: int) -> None:
+def test_every_pair_of_values_is_covered(sizes: list[int], seeds: int, share: float, seed: int) -> None:
     cases = cases_of(*sizes, seeds=seeds)
     chosen = [case for case, runs in zip(cases, draw(cases, Share(0, share, True), seed), strict=True) if runs]
     assert len({case.nodeid for case in chosen}) == 3
     params = [case.callspec.params for case in chosen if hasattr(case, "callspec")]
     for index, size in enumerate(sizes):
         assert {one[f"parameter{index}"] for one in params} == set(range(size))
-    if share == 0:
-        assert len(chosen) <= sum(sizes) + 3
+    for first, second in combinations(range(len(sizes)), 2):
+        met = {(one[f"parameter{first}"], one[f"parameter{second}"]) for one in params}
+        assert met == set(product(range(sizes[first]), range(sizes[second])))
+
+
+@given(SIZES, st.integers(1, 3), st.integers())
+def test_not_many_more_cases_cover_all_pairs_than_must(sizes: list[int], seeds: int, seed: int) -> None:
+    """At least as many as the two largest parameters have pairs; greedily drawn, less than twice as many."""
+    most = sorted([1, 1, *sizes])[-2:]
+    assert sum(draw(cases_of(*sizes, seeds=seeds), Share(0, 0, True), seed)) <= 2 * most[0] * most[1] + 3
 
 
 @given(SIZES, st.integers(1, 3), SHARES, SHARES, st.integers())

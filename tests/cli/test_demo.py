@@ -14,6 +14,7 @@ import pytest
 
 from hybridkv.cli.main import run
 from hybridkv.demo import Question, demo_model, demo_questions, files
+from tests import warm
 from tests.cli.test_interrupts import AT_IMPORT, INTERRUPT, MAIN
 from tests.engine.checkpoints import save_checkpoint
 
@@ -135,7 +136,7 @@ def test_a_device_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("line", ["1  A document", "2  More questions", "3  The engine"])
 def test_an_interrupt_leaves_no_files(line: str, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("hybridkv")), "demo", "--device", "cpu"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

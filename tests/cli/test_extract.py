@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from hybridkv import taps
 from hybridkv.cli.main import run
+from tests import warm
 from tests.cli.extract_processes import KILLS, PARTS
 from tests.engine.checkpoints import save_checkpoint, tokenizer
 
@@ -207,7 +207,7 @@ def test_a_run_that_was_ended_goes_on(part: str, checkpoint: str, tmp_path: Path
         str(tmp_path / "out"),
     ]
     limit_s, root = 300 + 30 * KILLS, Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=root)
+    done = warm.run(command, timeout=limit_s, cwd=root)
     assert done.returncode == 0, done.stderr
     if part == "interrupt":
         assert "interrupted: " in done.stderr

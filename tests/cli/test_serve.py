@@ -20,6 +20,7 @@ import pytest
 
 from hybridkv.cli.main import run
 from hybridkv.serve import ConnectionLimits
+from tests import warm
 from tests.engine.checkpoints import save_checkpoint
 
 PATIENCE_S = 60.0
@@ -63,10 +64,10 @@ class Process:
 
 
 @contextmanager
-def started(*args: str, **environment: str) -> Iterator[Process]:
+def started(*args: str, start: Any = warm.Popen, **environment: str) -> Iterator[Process]:
     command = [str(Path(sys.executable).with_name("hybridkv")), "serve", *args]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    process = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **streams)
+    process = start(command, text=True, env={**os.environ, **environment}, **streams)
     try:
         yield Process(process)
     finally:
@@ -89,7 +90,8 @@ def stream_while_stopping(server: Process, key: str = "", **body: Any) -> str:
 
 def test_a_server_from_start_to_end(checkpoint: str) -> None:
     """It tells a line that works; a stream that is under way when it is told to stop comes to its end; it logs JSON."""
-    with started(checkpoint, *SMALL, "--log-format", "json", "--store", "memory://?size=4MiB") as server:
+    options = [*SMALL, "--log-format", "json", "--store", "memory://?size=4MiB"]
+    with started(checkpoint, *options, start=subprocess.Popen) as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert "  store: memory://?size=4MiB" in server.told
         assert any("it's tiny on cpu" in line for line in server.told)

@@ -91,10 +91,10 @@ def test_arrivals_aborts_and_samples() -> None:
 
 def test_equal_replies_share_the_blocks_that_they_compute() -> None:
     """The page that one of them gives up is soon another's: steps that follow must not read it any more."""
-    driver = decoding("llama", max_num_seqs=4)
+    driver = decoding("llama", max_num_seqs=4, block_tokens=8)
     for number in range(2):
-        driver.add(str(number), prompt(29, 1), replace(GREEDY, max_tokens=24))
-    driver.add("other", prompt(27, 2), replace(GREEDY, max_tokens=24))
+        driver.add(str(number), prompt(13, 1), replace(GREEDY, max_tokens=12))
+    driver.add("other", prompt(12, 2), replace(GREEDY, max_tokens=12))
     ends_well(driver)
     assert driver.cache.stats.blocks_shared
 

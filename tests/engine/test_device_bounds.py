@@ -21,7 +21,7 @@ bound_kernels = pytest.importorskip("hybridkv.engine.sampling.bound_kernels")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-VOCAB = 151_937 if ON_GPU else 2501
+VOCAB = 151_937 if ON_GPU else 1301
 """Neither a multiple of a part nor of a block."""
 KEEPS_ALL = 0x7FFFFFFF
 

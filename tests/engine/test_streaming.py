@@ -20,6 +20,7 @@ from hybridkv import Engine, Result, SamplingParams
 from hybridkv.errors import HybridKVError
 from hybridkv.store import inspect_store
 from hybridkv.store.file.blobs import FileStore
+from tests import warm
 from tests.engine.drive import GREEDY
 from tests.engine.zoo import fresh, prompt
 from tests.store.faulty import Fault, Kind
@@ -410,9 +411,8 @@ with Engine(model, memory="1MiB", device="cpu", store=store) as engine:
 
 
 def start(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    words = [sys.executable, "-c", code, *map(str, args)]
+    return warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 @pytest.fixture(scope="module")

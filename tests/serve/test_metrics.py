@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from hybridkv import Engine
 from hybridkv.serve.logs import _JsonFormatter, _TextFormatter
+from tests import warm
 from tests.engine.zoo import prompt
 from tests.serve.serving import Served, check_idle, eventually, serving
 
@@ -126,7 +126,7 @@ thread.join()
 
 def test_whatever_the_process_says_is_json() -> None:
     code = EVERYTHING.format(log_format="json")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, "-c", code], check=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["logger"] for line in lines] == [
         "hybridkv.serve",

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hybridkv.store import Store, inspect_store, open_store
+from tests import warm
 from tests.engine.zoo import prompt
 from tests.store.servers.s3 import CREDENTIALS, S3Server
 from tests.store.servers.valkey import ValkeyServer
@@ -46,7 +47,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def run_engine(url: str, family: str, seed: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.stream.remote_engine", url, family, str(seed), str(ROUNDS)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    return warm.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
 def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
