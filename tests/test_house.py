@@ -66,16 +66,18 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
 
 @pytest.mark.parametrize(("target", "runs"), [
     ("serve", ".venv/bin/hybridkv serve"),
-    ("test", ".venv/bin/pytest -n auto --sample 0.05"),
-    ("test-all", ".venv/bin/pytest -n auto"),
-    ("test-more", ".venv/bin/pytest -n auto --sample 0.05:0.7"),
+    ("test", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0"),
+    ("test-all", ".venv/bin/pytest -n auto --dist worksteal --timings"),
+    ("test-more", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0:0.7"),
+    ("test-gpu", "PYTHONPATH=.fla:$PYTHONPATH .venv-gpu/bin/python -m pytest -n 4 --timings -m cuda "
+     "tests/engine tests/kernels tests/memory tests/stream"),
     ("prove-form", "HYBRIDKV_FORMS=1000 .venv/bin/pytest -n auto tests/stream/test_form.py"),
     ("prove-link", "HYBRIDKV_LINK_ROUNDS=50 .venv/bin/pytest -n auto tests/link/test_link_kills.py"),
     ("prove-taps", "HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 .venv/bin/pytest -n auto tests/taps "
      'tests/engine/test_hidden_states.py tests/cli/test_extract.py -k "random or kill"'),
     ("prove-vllm", "HYBRIDKV_VLLM_ROUNDS=40 .venv-vllm/bin/pytest tests_vllm/test_connector_faults.py -k random"),
     ("test-browser", ".venv/bin/pytest tests_browser"),
-    ("test-vllm", ".venv-vllm/bin/pytest tests_vllm"),
+    ("test-vllm", ".venv-vllm/bin/pytest -n auto --dist loadfile tests_vllm"),
     ("test-speculators", ".venv-speculators/bin/pytest tests_speculators"),
     ("bench-gpu", ".venv/bin/python benchmarks/gpu_decode.py"),
     ("bench-hidden", ".venv/bin/python benchmarks/hidden_states.py"),

@@ -165,7 +165,8 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """The transformers config of a tiny model."""
-    from transformers import CONFIG_MAPPING
+    """The config of a tiny model, of transformers' own class: other packages register theirs under the same names."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return CONFIG_MAPPING[model_type](**{**_BASE, **TINY[model_type], **overrides})
+    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])(**{**_BASE, **TINY[model_type], **overrides})

@@ -1,12 +1,11 @@
 """Sets up Triton before it is imported: without a GPU its kernels run in its interpreter.
 
-The interpreter replaces the functions of triton.language whenever a kernel or a function of one is called, and looks for
-them through whole modules each time. Here that happens once.
+The interpreter replaces the functions of triton.language whenever a kernel or a function of one is called, and looks
+for them through whole modules each time. Here that happens once.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from typing import Any
@@ -21,18 +20,14 @@ if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INT
         _patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    @functools.cache
-    def _patched(*modules: str) -> Any:
-        """A function that sees these modules of Triton's, patched for good."""
-
-        def sees() -> None: ...
-
-        seen = {name: {"tl": _tl, "core": _tl.core}[name] for name in modules}
-        return _patch_lang(type(sees)(sees.__code__, seen))
+    _patched: set[int] = set()
+    """Modules of Triton's that are replaced for good, by their ids."""
 
     def _patch_lang_once(fn: Any) -> Any:
-        values = [value for value in fn.__globals__.values() if value is _tl or value is _tl.core]
-        _patched(*sorted({"tl" if value is _tl else "core" for value in values}))
+        seen = {id(value) for value in fn.__globals__.values() if value is _tl or value is _tl.core}
+        if not seen <= _patched:
+            _patch_lang(fn)
+            _patched.update(seen)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang_tensor = _patch_lang_tensor

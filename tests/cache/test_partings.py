@@ -357,7 +357,7 @@ def test_a_fill_takes_no_page_that_another_prompt_of_the_same_step_needs(
 ) -> None:
     """A burst of prompts that fits into one step without fills fits with them, whatever memory held before."""
     num_filled = 0
-    for num_slabs in range(60, 240, 6) if FULL in groups else range(14, 140, 2):
+    for num_slabs in range(60, 240, 12) if FULL in groups else range(14, 140, 6):
         fitting = []
         for fill_tokens in (None, 8):
             cache = sim(num_slabs, fill_tokens=fill_tokens, groups=groups)

@@ -20,6 +20,7 @@ from hybridkv.cli.main import run
 from tests import warm
 from tests.cli.extract_processes import KILLS, PARTS
 from tests.engine.checkpoints import save_checkpoint, tokenizer
+from tests.engine.reference import by_torch
 
 SAMPLES = int(os.environ.get("HYBRIDKV_SAMPLES", "100"))
 SMALL = ["--memory", "16MiB", "--device", "cpu"]
@@ -90,7 +91,7 @@ def test_random_prompts_have_one_row_a_token(
 def stock_states(checkpoint: str, token_ids: list[int]) -> tuple[Tensor, ...]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    model = by_torch(AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval())
     with torch.no_grad():
         states: tuple[Tensor, ...] = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     return states

@@ -19,6 +19,7 @@ from hybridkv.demo import demo_document, demo_model, demo_questions, files
 from hybridkv.errors import InputError
 from hybridkv.models import load_model
 from hybridkv.spec import FullAttention, LinearState
+from tests.engine.reference import by_torch
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -90,7 +91,7 @@ def test_the_questions_can_be_answered_from_the_document(engine: Engine) -> None
 
 def test_the_engine_says_what_the_stock_model_says() -> None:
     """In float32, where two ways to compute the same do not differ enough to choose another token."""
-    stock = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    stock = by_torch(AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32))
     chat = [{"role": "system", "content": demo_document()[:800]}, {"role": "user", "content": "Who are you?"}]
     with Engine(demo_model(), memory="64MiB", device="cpu", dtype="float32") as engine:
         for prompt in (engine.prepare("hello"), engine.render_chat(chat)):

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
 from tests.engine.zoo import FAMILIES, family_config
 
@@ -91,4 +92,4 @@ def build_composite(name: str, seed: int = 0) -> Any:
     with no_timm():
         model = AutoModelForImageTextToText.from_config(composite_config(name), dtype=torch.float32).eval()
     fill_weights(model, seed, FAMILIES[name].branch_scale)
-    return model
+    return by_torch(model)

@@ -14,6 +14,7 @@ from hybridkv.engine.loading.checkpoint import load
 from tests.engine.checkpoints import save_checkpoint, tokenizer
 from tests.engine.composites import COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
+from tests.engine.reference import by_torch
 from tests.engine.zoo import VOCAB_SIZE, build, fresh, oracle_logits, prompt
 
 NOISE = 2e-5
@@ -29,7 +30,7 @@ def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Pat
 
     save_checkpoint(name, tmp_path, composite=True)
     with no_timm():
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        loaded = by_torch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
     tokens = prompt(40)
     with torch.inference_mode():
         kept = loaded(
@@ -62,7 +63,7 @@ def test_a_checkpoint_loads_as_it_was(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save_checkpoint(name, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    loaded = by_torch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
     tokens = prompt(30)
     assert moved(oracle_logits(loaded, tokens), oracle_logits(build(name), tokens)) < NOISE
 

@@ -20,8 +20,8 @@ from hybridkv.engine.compiling import COMPILED, compile_layers
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.runner import decoder_layers
 from hybridkv.errors import HybridKVError
+from tests.devices import DEVICES
 from tests.engine.drive import GREEDY, Driver, check_greedy
-from tests.engine.test_correctness import DEVICES
 from tests.engine.test_seams import Recorder, modeling_file
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 

@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from hybridkv.engine.sampling.params import SamplingParams
+from tests.devices import DECODES, DEVICE, DEVICES
 from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, check_greedy, memory_for
 from tests.engine.zoo import FAMILIES, build, prompt
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-DECODES = ["", "packed", *(["graphs"] if torch.cuda.is_available() else [])]
 HAVE_STATES = [name for name, family in FAMILIES.items() if family.recurrent or family.conv]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -118,7 +116,7 @@ def test_a_random_life_of_requests(family: str, seed: int, decodes: str, device:
     """Arrivals, shared prefixes, aborts, samples, resets and step sizes at random, in an arena that is too small."""
     if decodes == "graphs" and device == "cpu":
         pytest.skip("Triton's interpreter is slow")
-    if decodes == "packed" and device != DEVICES[-1]:
+    if decodes == "packed" and device != DEVICE:
         pytest.skip("Triton interprets no kernels where there is a GPU")
     model = build(family)
     chance = random.Random(f"{family} {seed}")

@@ -19,12 +19,13 @@ from hybridkv import Engine
 from hybridkv.engine.compiling import COMPILED
 from hybridkv.engine.decoding.step_buffer import MAX_ENDS
 from hybridkv.engine.sampling.params import SamplingParams
+from tests.devices import DEVICE, needs_gpu, uses_device
 from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, PackedDecoder, memory_for
 from tests.engine.test_correctness import ends_well
 from tests.engine.tokenizers_small import byte_level
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = uses_device
 KINDS = ["llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "qwen3_5", "kimi_linear", "falcon_h1", "jamba", "lfm2"]
 KINDS += ["minimax"]
 """One family of each kind of layer: the interpreter is slow."""
@@ -40,13 +41,13 @@ def test_every_family_decodes_as_the_stock_model_does(family: str) -> None:
     decodes_well(decoding(family, max_num_seqs=4))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("family", [f for f in KINDS if FAMILIES[f].model_type in COMPILED])
 def test_compiled_layers_are_captured(family: str) -> None:
     decodes_well(decoding(family, max_num_seqs=4, compiles=True))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_captured_in_bfloat16_or_named_in_the_log(family: str, caplog: pytest.LogCaptureFixture) -> None:
     """As checkpoints are, with experts as transformers computes them."""
@@ -101,8 +102,8 @@ def test_equal_replies_share_the_blocks_that_they_compute() -> None:
 
 def test_preemption_in_a_tiny_arena() -> None:
     driver = decoding("llama", memory_bytes=memory_for(build("llama"), 2, 50), max_num_batched_tokens=40)
-    for index in range(4):
-        driver.add(str(index), prompt(30 + 4 * index, index), replace(GREEDY, max_tokens=8))
+    for index in range(3):
+        driver.add(str(index), prompt(30 + 4 * index, index), replace(GREEDY, max_tokens=6))
     ends_well(driver)
     assert driver.core.scheduler.preempted or driver.cache.stats.blocks_evicted
 
@@ -111,11 +112,11 @@ def test_replies_do_not_depend_on_how_steps_run() -> None:
     """Seeded draws, logprobs, penalties, stop tokens and filters: with a decoder and without one."""
     chance = random.Random(5)
     kinds = [
-        SamplingParams(temperature=0.9, seed=1, max_tokens=7, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=2, top_k=20, top_p=0.8, max_tokens=6, ignore_eos=True),
-        SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=8, stop_token_ids=chance.sample(range(10, 300), 60)),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, top_k=20, top_p=0.8, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, stop_token_ids=chance.sample(range(10, 300), 60)),
     ]
     replies = []
     for decodes in ("graphs", ""):

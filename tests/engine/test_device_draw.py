@@ -18,6 +18,7 @@ from hybridkv.engine.sampling.filters import thresholds
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampler
 from hybridkv.engine.sampling.sampling_state import SamplingState
+from tests.devices import DEVICE, ON_GPU, uses_device
 from tests.engine.sampling import make_logits
 from tests.engine.test_filters import naive_distribution
 
@@ -25,8 +26,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 draw_kernels = pytest.importorskip("hybridkv.engine.sampling.draw_kernels")
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = uses_device
 VOCABS = [33, 5000, 50_000, 262_144] if ON_GPU else [33, 5000]
 
 

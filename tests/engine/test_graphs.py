@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridkv import Engine, SamplingParams
+from tests.devices import needs_gpu
 from tests.engine.drive import NOT_CAPTURED, set_experts
 from tests.engine.tokenizers_small import byte_level
 from tests.engine.zoo import FAMILIES, fresh, prompt
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 ASKED = [
     (prompt(70, 1), SamplingParams(temperature=0, max_tokens=24)),
@@ -46,6 +44,7 @@ def replies(family: str, **options: Any) -> tuple[list[Any], int]:
         return told, engine.stats().captured_steps
 
 
+@needs_gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replies_are_the_same_with_graphs_and_without(family: str) -> None:
     expected, none = replies(family, graphs=False)

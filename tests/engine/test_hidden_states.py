@@ -16,10 +16,10 @@ from hybridkv import Engine, SamplingParams
 from hybridkv.engine.results import Completion
 from hybridkv.engine.runner import find_decoder
 from hybridkv.errors import RequestError
+from tests.devices import DEVICES
 from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
 from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MIXED = ["llama", "gemma3", "falcon_h1", "kimi_linear", "mamba2"]
 """mamba2 has no attention: nothing but hidden states is stored in stretches of blocks."""
 SAMPLES = int(os.environ.get("HYBRIDKV_SAMPLES", "100"))

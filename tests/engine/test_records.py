@@ -295,8 +295,8 @@ def test_a_batch_with_an_id_in_use_is_refused_and_the_request_that_has_it_contin
 
 def test_a_preempted_request_says_so(hybrid: Any) -> None:
     with Engine(hybrid, memory="400KiB", device="cpu") as engine:
-        params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
-        results = engine.generate([prompt(60, 40 + n) for n in range(6)], params, progress=False)
+        params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+        results = engine.generate([prompt(60, 40 + n) for n in range(5)], params, progress=False)
         records = [result.record for result in results]
         preempted = [record for record in records if record is not None and record.preemptions]
         assert preempted

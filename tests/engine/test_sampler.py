@@ -15,6 +15,7 @@ from hybridkv.engine.sampling import sampler as sampler_module
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.sampling.sampler import Sampler
 from hybridkv.engine.sampling.sampling_state import SamplingState
+from tests.devices import needs_gpu
 from tests.engine.sampling import VOCAB, make_logits, tokens_of
 
 
@@ -256,7 +257,7 @@ def test_shapes_must_agree() -> None:
         Sampler().sample(make_logits(2), COMPANY[:1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_gpu
 def test_cuda_rows_do_not_care_who_else_is_there() -> None:
     row, own, others = (
         SamplingState(SamplingParams(seed=7, top_p=0.9)),

@@ -16,10 +16,11 @@ from hybridkv.cache.steps.step_tables import Segment
 from hybridkv.engine.decoding.step_buffer import Moved, Row, StepBuffer
 from hybridkv.engine.sampling.device_draw import GREEDY, Draw
 from hybridkv.kernels.spans import PADDED
+from tests.devices import DEVICE, uses_device
 from tests.engine.drive import Driver
 from tests.engine.zoo import build
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = uses_device
 SIZE, MOST_TOKENS = 6, 1200
 
 
@@ -33,7 +34,7 @@ class Pair:
 
     def buffer(self) -> StepBuffer:
         keys = self.driver.runner._tables.state_keys
-        return StepBuffer(self.driver.layout, keys, DEVICE, max_rows=SIZE, max_tokens=MOST_TOKENS)
+        return StepBuffer(self.driver.layout, keys, torch.device(DEVICE), max_rows=SIZE, max_tokens=MOST_TOKENS)
 
     def number(self, most: int) -> int:
         return self.data.draw(st.integers(0, most))

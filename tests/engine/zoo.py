@@ -1,6 +1,6 @@
 """Tiny stock models of every family the engine runs, and what each of them says when it runs alone.
 
-The oracle is the stock model in float32, one request, one pass, no cache. Nothing here knows the engine.
+The oracle is the stock model in float32, one request, one pass, no cache.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
 from tests.tiny import tiny_config
 
@@ -108,7 +109,7 @@ def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     fill_weights(model, seed, branch_scale)
-    return model
+    return by_torch(model)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from hybridkv.kernels.attention import attend, attend_visible
 from hybridkv.kernels.spans import Span
 from hybridkv.kernels.tokens import gather_tokens, write_tokens
 from hybridkv.sight import Sight
+from tests.devices import needs_gpu
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference, steps
 
 SCALE = 0.3
@@ -187,7 +188,7 @@ def test_a_window_reads_only_its_own_pages() -> None:
     assert table.tiled_spans[0].pages.numel() <= 200 // 16 + 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_queries", [1, 2, 63, 64, 65, 66, 127, 128, 129, 193])
 def test_masked_attention_on_a_gpu_is_right_for_any_number_of_queries(num_queries: int, dtype: torch.dtype) -> None:

@@ -27,11 +27,14 @@ from hybridkv.kernels.spans import PADDED
 from hybridkv.kernels.table import AttentionNeed
 from hybridkv.kernels.tokens import gather_tokens, make_token_table, write_tokens
 from hybridkv.memory import Uploader
+from tests.devices import ON_GPU
 from tests.kernels import test_conv, test_delta, test_lightning, test_mamba
 from tests.kernels.arenas import LAYOUTS, Arena, Step, make_step, packed, random_contents, reference
 from tests.kernels.states import CPU, Advance, StateStep, check_step, step_of
 
-TABLES = [("cpu", False), ("cpu", True), *([("cuda", True)] if torch.cuda.is_available() else [])]
+TABLES: list[Any] = [("cpu", False), ("cpu", True)]
+if ON_GPU:
+    TABLES.append(pytest.param(("cuda", True), marks=pytest.mark.cuda))
 
 
 @pytest.fixture(params=TABLES, ids=lambda table: f"{table[0]}, {'padding in the table' if table[1] else 'left out'}")

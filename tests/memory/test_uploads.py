@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hybridkv.memory import Uploader
+from tests.devices import DEVICES
 
 CPU = torch.device("cpu")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 each_device = pytest.mark.parametrize("device", DEVICES)
 either = pytest.mark.parametrize("persistent", [False, True])
 

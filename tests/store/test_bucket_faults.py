@@ -19,6 +19,7 @@ from hybridkv.errors import CorruptObject, MissingObject, StoreError, StoreFault
 from hybridkv.store import Guarded
 from hybridkv.store.blob_store import BlobStore
 from hybridkv.store.bucket.faults import reason
+from tests.patience import Stopwatch
 from tests.store.bucket_processes import ROWS as LARGE_ROWS
 from tests.store.bucket_processes import SIZE
 from tests.store.buckets import blobs_of, new_prefix, opened
@@ -180,12 +181,12 @@ def test_a_server_may_die_and_come_back(tmp_path: Path) -> None:
 
 def test_a_dead_server_fails_large_lookups_at_once(far: BlobStore, proxy: Proxy) -> None:
     proxy.silent = True
-    begun = time.monotonic()
+    begun = Stopwatch()
     with pytest.raises(StoreFault, match="error sending request"):
         far.lookup([name_of(number) for number in range(2000)])
     found = far.open_all([name_of(number) for number in range(500)])
     assert all(isinstance(one, StoreFault) for one in found)
-    assert time.monotonic() - begun < 4 * TIMEOUT_S + 2
+    assert begun.seconds < 4 * TIMEOUT_S + 2
 
 
 def test_a_silent_server_times_out(far: BlobStore, proxy: Proxy) -> None:
@@ -199,10 +200,10 @@ def test_a_silent_server_times_out(far: BlobStore, proxy: Proxy) -> None:
         lambda: blobs_of(far).client.create("x", writer_data, "x"),
     )
     for call in calls:
-        begun = time.monotonic()
+        begun = Stopwatch()
         with pytest.raises(StoreFault, match="s3://hybridkv-tests/"):
             call()
-        assert time.monotonic() - begun < 2 * TIMEOUT_S + 1
+        assert begun.seconds < 2 * TIMEOUT_S + 1
     proxy.silent = False
     proxy.cut()
     assert read_row(reader, 1) == rows_of(NAME, BIG)[1]
@@ -210,19 +211,19 @@ def test_a_silent_server_times_out(far: BlobStore, proxy: Proxy) -> None:
 
 def test_a_server_that_reads_nothing_times_out(far: BlobStore, proxy: Proxy) -> None:
     proxy.deaf = True
-    begun = time.monotonic()
+    begun = Stopwatch()
     with pytest.raises(StoreFault):
         blobs_of(far).client.create("x", memoryview(bytes(16 << 20)), "x")
-    assert time.monotonic() - begun < 3 * TIMEOUT_S + 1
+    assert begun.seconds < 3 * TIMEOUT_S + 1
 
 
 def test_a_slow_server_times_out_in_the_middle(far: BlobStore, proxy: Proxy) -> None:
     with far.open(NAME) as reader:
         proxy.delay_s = 0.1  # for each of 32 chunks
-        begun = time.monotonic()
+        begun = Stopwatch()
         with pytest.raises(StoreFault):
             read_row(reader, 1)
-        assert time.monotonic() - begun < 3 * TIMEOUT_S + 1
+        assert begun.seconds < 3 * TIMEOUT_S + 1
 
 
 @pytest.mark.parametrize("passed", [0, 200, 5_000, 500_000, 1_500_000])

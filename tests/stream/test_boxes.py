@@ -12,11 +12,11 @@ from hybridkv.spec import DType, Part, Split
 from hybridkv.stream.boxes import Axis, PageGrid, Span
 from hybridkv.stream.form import Chunk, Field, StoredLayer
 from hybridkv.stream.torch_io import page_bytes
+from tests.devices import DEVICES
 
 BLOCK = 16
 HEADS, DIM, SIZE = 2, 8, 2
 NUM_SLABS = 5
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 class Layout:

@@ -15,9 +15,11 @@ import pytest
 from hybridkv import SamplingParams
 from hybridkv.store import StoreFault
 from hybridkv.store.guard import Guarded
+from tests.devices import DECODES, DEVICE, DEVICES
 from tests.engine.drive import GREEDY, check_greedy, memory_for
-from tests.engine.test_correctness import DECODES, DEVICES, random_request
+from tests.engine.test_correctness import random_request
 from tests.engine.zoo import prompt
+from tests.patience import Stopwatch
 from tests.store.faulty import Fault, Kind
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
 from tests.stream.faults import GarbageStore, check_same, contents, copy_of
@@ -184,12 +186,12 @@ def test_when_all_readers_hang_nobody_waits_for_them_again() -> None:
     assert timeouts >= 1
     assert sum(load.num_hanging for load in driver.streamer.mover._loads) == driver.streamer.mover._readers.count
     assert driver.pages_left() == 0
-    start = time.monotonic()
+    start = Stopwatch()
     driver.add("late", prompt(90, 6) + prompt(9, 50), BRIEF)
     driver.run()
     assert driver.stats.failures["timeout"] == timeouts
     assert driver.stats.skipped_lookups == 1
-    assert time.monotonic() - start < 5
+    assert start.seconds < 5
     for name in driver.results:
         check_greedy(driver, name)
     fault.release.set()
@@ -281,9 +283,9 @@ def test_closing_in_the_middle_of_a_load_that_hangs_does_not_hang(timeout_s: flo
     driver.add("a", SHARED + prompt(9, 2), BRIEF)
     driver.until_loading()
     assert fault.reached.wait(5)
-    start = time.monotonic()
+    start = Stopwatch()
     driver.close(clean=False)
-    assert time.monotonic() - start < 10
+    assert start.seconds < 10
     fault.release.set()
 
 
@@ -513,7 +515,7 @@ def test_a_random_life_on_a_store_with_random_faults(family: str, seed: int, dec
         streamer_options={"load_timeout_s": 0.05, "lookup_timeout_s": 0.5},
         fill_tokens=chance.choice([None, 16, 32]),
         decodes=decodes,
-        device=DEVICES[-1] if decodes else "cpu",
+        device=DEVICE if decodes else "cpu",
     )
     driver.streamer.mover._dumper._max_waiting_bytes = chance.choice([1 << 16, 1 << 26])
     alive, all_faults = [], []

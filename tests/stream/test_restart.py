@@ -10,8 +10,8 @@ import pytest
 from hybridkv.cache import Role
 from hybridkv.errors import PlanError
 from hybridkv.store.blob_store import BlobStore
+from tests.devices import DEVICES
 from tests.engine.drive import GREEDY, check_greedy, memory_for
-from tests.engine.test_correctness import DEVICES
 from tests.engine.zoo import FAMILIES, prompt
 from tests.stream.drive import StreamDriver, filled, model_of, plain_store
 from tests.stream.faults import check_same, contents, copy_of

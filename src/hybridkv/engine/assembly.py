@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from hybridkv.cache import Cache, CacheLayout, longest_fit, named_policy
 from hybridkv.engine.core import EngineCore
@@ -26,8 +28,13 @@ from hybridkv.stream import Catalogue, Streamer
 from hybridkv.stream.torch_io import page_bytes
 from hybridkv.units import parse_size
 
+LOG = logging.getLogger("hybridkv.engine")
+
 _MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
 """Default token budget of a step: enough to keep the device busy, and small enough not to delay decoding requests."""
+
+_UNUSED_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+"""Packages whose kernels transformers' models take where they are installed; the engine's steps call none of them."""
 
 _ROW_LAYERS = {"cpu": 1}
 """Number of layers that are loaded and stored together. 1 where small copies cost no more than large ones."""
@@ -68,6 +75,7 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     if settings.graphs and device.type == "cuda":
         runner.use_decoder(max_rows=settings.max_num_seqs, max_tokens=longest_fit(layout, max_model_len))
         runner.capture()
+    _log_kernels(runner)
     streaming = None
     if store is not None:
         allow_many_files()
@@ -93,6 +101,12 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
         streaming=streaming,
         linking=linking,
     )
+
+
+def _log_kernels(runner: Runner) -> None:
+    used = ", ".join(f"{kind} {maker}" for kind, maker in runner.kernels.items())
+    beside = [name for package, name in _UNUSED_KERNELS.items() if find_spec(package) is not None]
+    LOG.info("kernels: %s%s", used, f"; not used: {', '.join(beside)}" if beside else "")
 
 
 def _linked(options: LinkOptions, catalogue: Catalogue, loaded: LoadedModel, memory: Memory, cache: Cache) -> Linking:

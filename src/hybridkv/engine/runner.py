@@ -116,6 +116,11 @@ class Runner:
             return self.decoder.advance(moved)
         return self.decoder.follow(moved, tokens, changed or {})
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Who made the kernels of each kind of step. They are the same whatever else is installed."""
+        return {"prefill": "torch", "decode": "torch" if self.decoder is None else "triton"}
+
     def can_decode(self, steps: Sequence[StepTables]) -> bool:
         """Whether `decode` runs a step of one token a row. Nothing may observe its layers."""
         if self.decoder is None or any(wanted() for wanted in self._wanted):

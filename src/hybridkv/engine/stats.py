@@ -51,6 +51,8 @@ class EngineStats:
     steps: int
     captured_steps: int
     """Steps that ran as CUDA graphs."""
+    kernels: dict[str, str]
+    """Whose kernels compute: `prefill` and `decode`, each "torch" or "triton"."""
     graph_bytes: int
     """GPU memory that the graphs hold, besides weights and arena."""
     computed_tokens: int
@@ -78,6 +80,7 @@ class EngineStats:
             waiting=core.scheduler.num_waiting,
             steps=core.steps,
             captured_steps=core.captured_steps,
+            kernels=core.runner.kernels,
             graph_bytes=core.runner.decoder.graph_bytes if core.runner.decoder is not None else 0,
             computed_tokens=core.computed_tokens,
             preemptions=core.scheduler.preempted,

@@ -12,9 +12,9 @@ import torch
 
 from hybridkv.kernels.decode.tables import DecodeTokens
 from hybridkv.sight import EVERYTHING, Sight
+from tests.devices import DEVICE, ON_GPU
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOATS = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+FLOATS = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 """The interpreter multiplies no bfloat16."""
 ORDERS = list(permutations(range(3)))
 """Orders in which pages, tokens of a page and heads lie in an arena."""

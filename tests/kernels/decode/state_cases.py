@@ -23,9 +23,8 @@ from hybridkv.kernels.decode.tables import DecodeStates
 from hybridkv.kernels.segments import SegmentTable, make_segment_table
 from hybridkv.kernels.spans import PADDED, Span
 from hybridkv.memory import Uploader
+from tests.devices import DEVICE, ON_GPU
 
-IS_CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if IS_CUDA else "cpu")
 GAP = 5
 """Places of an arena's pages: states lie in one of them."""
 
@@ -46,7 +45,7 @@ class Rows(NamedTuple):
     def segments(self) -> SegmentTable:
         spans = [Span(row, 0, 1) for row in range(len(self.src))]
         segments = [[Segment(0, 1, (src,), (dst,))] for src, dst in zip(self.src, self.dst, strict=True)]
-        return make_segment_table(spans, segments, uploader=Uploader(DEVICE, persistent=IS_CUDA))
+        return make_segment_table(spans, segments, uploader=Uploader(torch.device(DEVICE), persistent=ON_GPU))
 
     @property
     def written(self) -> list[int]:
@@ -97,7 +96,7 @@ Make = Callable[[int, random.Random, torch.dtype], Case]
 
 def size(rng: random.Random, large: list[int], most: int = 12) -> int:
     """One of the large ones on a GPU. The interpreter is slow: at most `most` there."""
-    return rng.choice(large) if IS_CUDA else rng.randint(2, most)
+    return rng.choice(large) if ON_GPU else rng.randint(2, most)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

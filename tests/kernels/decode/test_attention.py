@@ -15,8 +15,8 @@ from hybridkv.kernels.decode.attention import attend, write_tokens
 from hybridkv.kernels.decode.launch import Launch
 from hybridkv.kernels.decode.tables import DecodeTokens
 from hybridkv.sight import EVERYTHING, Sight
+from tests.devices import DEVICE, ON_GPU, needs_gpu, uses_device
 from tests.kernels.decode.rows import (
-    DEVICE,
     FLOATS,
     ORDERS,
     PADDING,
@@ -28,7 +28,7 @@ from tests.kernels.decode.rows import (
     tolerance,
 )
 
-ON_GPU = DEVICE == "cuda"
+pytestmark = uses_device
 SMALL = Launch(block_tokens=16, block_heads=16, splits=1, min_share=16, num_warps=4, num_stages=2)
 LONG = [3000, 0, PADDING, 777, 16] if ON_GPU else [50, 0, PADDING, 33]
 FP8 = torch.float8_e4m3fn
@@ -152,7 +152,7 @@ def test_tokens_are_written_and_nothing_else(
         torch.testing.assert_close(arena.float(), plain, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="a CUDA graph")
+@needs_gpu
 def test_a_captured_graph_follows_its_tables() -> None:
     """The same launch serves other positions, pages and widths."""
     steps = [make_rows([400, PADDING, 7], 16), make_rows([3, 1000, 1001], 16)]

@@ -13,8 +13,8 @@ from hybridkv.kernels.decode.attention import write_tokens
 from hybridkv.kernels.decode.latent import attend_latents
 from hybridkv.kernels.decode.launch import Launch
 from hybridkv.sight import EVERYTHING, Sight
+from tests.devices import DEVICE, ON_GPU, needs_gpu, uses_device
 from tests.kernels.decode.rows import (
-    DEVICE,
     FLOATS,
     ORDERS,
     PADDING,
@@ -27,8 +27,10 @@ from tests.kernels.decode.rows import (
     tolerance,
 )
 
+pytestmark = uses_device
+
 SMALL = Launch(block_tokens=16, block_heads=16, splits=1, min_share=16, num_warps=4, num_stages=2)
-POSITIONS = [2000, 0, PADDING, 700] if DEVICE == "cuda" else [50, 0, PADDING, 33]
+POSITIONS = [2000, 0, PADDING, 700] if ON_GPU else [50, 0, PADDING, 33]
 
 
 def expanded(
@@ -105,7 +107,7 @@ def test_no_part_with_rotary_embedding() -> None:
     check(make_rows([40, 3]), dims=(16, 0, 24))
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
+@needs_gpu
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_shape_of_deepseek(heads: int, dtype: Any) -> None:

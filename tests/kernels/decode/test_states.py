@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 from hybridkv.kernels.decode.conv import conv
 from hybridkv.kernels.decode.mamba import mamba2
 from hybridkv.kernels.decode.tiles import MAX_WARPS, Tile, choose
-from tests.kernels.decode.state_cases import DEVICE, IS_CUDA, MAKES, Case, Rows, make_delta, normal, rows_of
+from tests.devices import DEVICE, ON_GPU, uses_device
+from tests.kernels.decode.state_cases import MAKES, Case, Rows, make_delta, normal, rows_of
+
+pytestmark = uses_device
 
 KINDS = ["own", "fresh", "shared", "null", "padded"]
 MIXED = ["own", "padded", "shared", "fresh", "null", "shared", "padded"]
@@ -48,9 +51,9 @@ def check(case: Case, rows: Rows, state_dtype: torch.dtype, tile: Tile | None = 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MAKES)
 def test_equals_the_torch_form(name: str, dtype: torch.dtype) -> None:
-    for seed in range(8 if IS_CUDA else 2):
+    for seed in range(8 if ON_GPU else 2):
         rng = random.Random(seed)
-        kinds = MIXED if seed == 0 else rng.choices(KINDS, k=rng.randint(1, 70 if IS_CUDA else 5))
+        kinds = MIXED if seed == 0 else rng.choices(KINDS, k=rng.randint(1, 70 if ON_GPU else 5))
         check(MAKES[name](len(kinds), rng, dtype), rows_of(kinds, rng), dtype)
 
 

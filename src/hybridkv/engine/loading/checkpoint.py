@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hybridkv.engine.loading.families import check_supported
 from hybridkv.engine.loading.host import has_bfloat16
@@ -81,6 +83,7 @@ def load(
     if isinstance(model, PreTrainedModel):
         loaded = model
         _check_config(model.config, type(model).__name__)
+        _check_class(model)
         if dtype != "auto":
             loaded = loaded.to(_weights_dtype(dtype))
     else:
@@ -178,7 +181,7 @@ def _from_checkpoint(
 ) -> PreTrainedModel:
     wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = _own_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), path)
         _check_config(config, path)
         if wanted == "auto" and _is_emulated(config, device):
             LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
@@ -208,6 +211,32 @@ def _from_checkpoint(
     if missing:  # transformers would fill them with random numbers and continue
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
+
+
+def _own_config(config: PretrainedConfig, path: str) -> PretrainedConfig:
+    """The config as transformers' own class, where another package has registered a model under the same name.
+
+    flash-linear-attention has a mamba2 of its own, and registers it as soon as it is imported.
+    """
+    name = CONFIG_MAPPING_NAMES.get(config.model_type)
+    if name is None or _is_transformers(type(config)):
+        return config
+    return getattr(transformers, name).from_pretrained(path)
+
+
+def _is_transformers(kind: type) -> bool:
+    """Whether a class comes from transformers, or from a checkpoint's own code that transformers has loaded."""
+    homes = ("transformers.models.", "transformers_modules.")
+    return any(base.__module__.startswith(homes) for base in kind.__mro__)
+
+
+def _check_class(model: PreTrainedModel) -> None:
+    kind = type(model)
+    if not _is_transformers(kind):
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__name__} is not transformers' own model of type {model.config.model_type!r}: "
+            "pass the checkpoint's directory, or a model of transformers"
+        )
 
 
 def _is_emulated(config: PretrainedConfig, device: torch.device) -> bool:

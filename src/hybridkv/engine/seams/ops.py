@@ -36,7 +36,7 @@ def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
     def define(run: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
-        _LIBRARY.impl(name, lambda *args: _contiguous(run(*args)), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, lambda *args: _results(run(*args), args), "CompositeExplicitAutograd")
         torch.library.register_fake(f"hybridkv::{name}", fake, lib=_LIBRARY)
         traced = getattr(torch.ops.hybridkv, name)
 
@@ -49,8 +49,11 @@ def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     return define
 
 
-def _contiguous(result: Any) -> Any:
-    return tuple(one.contiguous() for one in result) if isinstance(result, tuple) else result.contiguous()
+def _results(found: Any, args: tuple[Any, ...]) -> Any:
+    """Contiguous results, none of which is an argument: the schemas say so, and compilers rely on it."""
+    if isinstance(found, tuple):
+        return tuple(_results(one, args) for one in found)
+    return found.clone() if any(found is arg for arg in args) else found.contiguous()
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
