@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 _IMPORTS = [
     "hybridkv.engine.engine",
     "hybridkv.serve.server",
-    "hybridkv.cli.main",
+    "typer",
     "transformers.models.qwen3_next.modeling_qwen3_next",
     "tests.engine.zoo",
 ]

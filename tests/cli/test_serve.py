@@ -95,6 +95,7 @@ def test_a_server_from_start_to_end(checkpoint: str) -> None:
         assert server.url.startswith("http://127.0.0.1:")
         assert "  store: memory://?size=4MiB" in server.told
         assert any("it's tiny on cpu" in line for line in server.told)
+        assert any(line.startswith("  kernels: prefill torch, decode torch") for line in server.told)
         if shutil.which("curl"):
             done = subprocess.run(["sh", "-c", server.curl], capture_output=True, text=True, check=True)
             assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,8 +26,6 @@ from hybridkv.store import Store, open_store
 from hybridkv.stream import Catalogue, Streamer
 from hybridkv.stream.torch_io import page_bytes
 from hybridkv.units import parse_size
-
-LOG = logging.getLogger("hybridkv.engine")
 
 _MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
 """Default token budget of a step: enough to keep the device busy, and small enough not to delay decoding requests."""
@@ -75,7 +72,6 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     if settings.graphs and device.type == "cuda":
         runner.use_decoder(max_rows=settings.max_num_seqs, max_tokens=longest_fit(layout, max_model_len))
         runner.capture()
-    _log_kernels(runner)
     streaming = None
     if store is not None:
         allow_many_files()
@@ -103,10 +99,11 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     )
 
 
-def _log_kernels(runner: Runner) -> None:
+def about_kernels(runner: Runner) -> str:
+    """Whose kernels compute each kind of step, and which packages of kernels are installed but not used."""
     used = ", ".join(f"{kind} {maker}" for kind, maker in runner.kernels.items())
     beside = [name for package, name in _UNUSED_KERNELS.items() if find_spec(package) is not None]
-    LOG.info("kernels: %s%s", used, f"; not used: {', '.join(beside)}" if beside else "")
+    return f"{used}; not used: {', '.join(beside)}" if beside else used
 
 
 def _linked(options: LinkOptions, catalogue: Catalogue, loaded: LoadedModel, memory: Memory, cache: Cache) -> Linking:

@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
 from hybridkv.chats import Message, check_text
-from hybridkv.engine.assembly import Settings, as_store, build_core, check_kinds, check_limits, plan_options
+from hybridkv.engine.assembly import (
+    Settings,
+    about_kernels,
+    as_store,
+    build_core,
+    check_kinds,
+    check_limits,
+    plan_options,
+)
 from hybridkv.engine.batches import AnyPrompt, as_list, collect, one_each
 from hybridkv.engine.chat import render_chat
 from hybridkv.engine.compiling import check_compile
@@ -282,6 +290,11 @@ class Engine:
     def link(self) -> Link | None:
         """The link to other engines, if there is one."""
         return None if self._linking is None else self._linking.link
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels compute prefill and decode, such as "prefill torch, decode triton", and which are not used."""
+        return about_kernels(self._core.runner)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises RequestError if a prompt of this length leaves no room for a reply. `check` includes this check."""
