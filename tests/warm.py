@@ -125,7 +125,8 @@ def _forking() -> socket.socket:
 def fork_programs(number: int) -> None:
     """Run each program that comes, until the socket is closed. Returns in the programs, with nothing left to do."""
     for name in _IMPORTS:
-        import_module(name)
+        with contextlib.suppress(ImportError):  # of an extra that is not installed: programs that need it say so
+            import_module(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for

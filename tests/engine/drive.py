@@ -48,9 +48,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 class WatchedRunner(Runner):
     """Keeps the logits of every token it computes, not only of those that something is sampled after."""
 
+    failure: BaseException | None = None
+    """The error of the last step: a core turns it into the end of the requests."""
+
     def run(self, work: Sequence[Work]) -> torch.Tensor:
         self.work = work
-        return super().run(work)
+        try:
+            return super().run(work)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
         self.logits = super()._forward(frame, tokens, 0)
@@ -258,6 +265,8 @@ class Driver:
 
     def _check(self, scheduled: Sequence[Any]) -> None:
         row = 0
+        if scheduled and not hasattr(self.runner, "logits"):
+            raise AssertionError("the first step has failed") from self.runner.failure
         for packed, tables in scheduled:
             logits = self.runner.logits[row : row + tables.end - tables.start].float().cpu()
             row += tables.end - tables.start

@@ -162,6 +162,13 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(path), target
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_source_are_where_pages_say(page: str) -> None:
+    homes = [ROOT, ROOT / "src/hybridkv", ROOT / "tests"]
+    for name in re.findall(r"`(\w[\w.-]*/[\w./-]+\.py)`", read(page)):
+        assert any((home / name).is_file() for home in homes) or list(ROOT.glob(f"src/hybridkv/*/{name}")), name
+
+
 def test_pictures_show_what_the_plan_and_the_cache_say() -> None:
     drawn: dict[str, str] = runpy.run_path(str(ROOT / "docs/img/draw.py"))["draw_all"]()
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/img").glob("*.svg")}

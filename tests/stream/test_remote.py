@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("obstore")
+
 from hybridkv.store import Store, inspect_store, open_store
 from tests import warm
 from tests.engine.zoo import prompt
