@@ -7,6 +7,7 @@ Without an NVIDIA GPU, Triton's kernels run in its interpreter. Triton reads thi
 SIGINT does what it usually does: in the background of a script it is ignored, and what tests start would inherit that.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -28,3 +29,9 @@ for _name in filter(None, os.environ.get("HYBRIDKV_TEST_WITHOUT", "").split(",")
     sys.modules[_name] = None  # type: ignore[assignment]
 
 pytest_plugins = ["tests.covering", "tests.timings"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector need not look at it again and again, which took 7% of the time."""
+    gc.collect()
+    gc.freeze()

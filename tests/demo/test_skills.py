@@ -17,8 +17,8 @@ from hybridkv.demo import demo_document, demo_model, demo_questions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 TEXT = demo_document()[:1800]
-DOCUMENT = demo_document()[:2600]
-"""As much of it as the first four questions are about."""
+DOCUMENT = demo_document()[:1600]
+"""As much of it as the first three questions are about."""
 
 
 class Task(NamedTuple):
@@ -42,10 +42,9 @@ KEYS = [
     keep("secret word", "marble", "What was the secret word?"),
     keep("access code", "K7QX2", "Tell me the access code."),
     keep("lucky number", "48213", "Do you remember the lucky number?"),
-    keep("password", "thunder", "I forgot the password. What was it?"),
 ]
 COUNT = Task([{"role": "user", "content": f"{TEXT}\n\nCount from 3 to 12."}], "3, 4, 5, 6, 7, 8, 9, 10, 11, 12.")
-TASKS = [*KEYS, COUNT, *(about_document(*question) for question in demo_questions()[:4])]
+TASKS = [*KEYS, COUNT, *(about_document(*question) for question in demo_questions()[:3])]
 
 
 def make_engine(**options: Any) -> Engine:
