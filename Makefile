@@ -146,8 +146,8 @@ test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the
 test-gpu: $(GPU_SETUP) ## All tests on an NVIDIA GPU, without flash-linear-attention and with it: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
 		{ echo "make test-gpu needs an NVIDIA GPU, and a torch in $(GPU_PYTHON) that sees it" >&2; exit 2; }
-	HYBRIDKV_TEST_WITHOUT=fla $(GPU_PYTHON) -m pytest -n 4 --timings -m cuda $(GPU_TESTS)
-	PYTHONPATH=.fla:$$PYTHONPATH $(GPU_PYTHON) -m pytest -n 4 --timings -m cuda $(GPU_TESTS)
+	HYBRIDKV_TEST_WITHOUT=fla $(GPU_PYTHON) -m pytest -n auto --maxprocesses 8 --timings -m cuda $(GPU_TESTS)
+	PYTHONPATH=.fla:$$PYTHONPATH $(GPU_PYTHON) -m pytest -n auto --maxprocesses 8 --timings -m cuda $(GPU_TESTS)
 
 test-browser: setup setup-browser ## Tests of the server's page in Chromium
 	$(BIN)/pytest tests_browser

@@ -69,8 +69,8 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
     ("test", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0"),
     ("test-all", ".venv/bin/pytest -n auto --dist worksteal --timings"),
     ("test-more", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0:0.7"),
-    ("test-gpu", "PYTHONPATH=.fla:$PYTHONPATH .venv-gpu/bin/python -m pytest -n 4 --timings -m cuda "
-     "tests/engine tests/kernels tests/memory tests/stream"),
+    ("test-gpu", "PYTHONPATH=.fla:$PYTHONPATH .venv-gpu/bin/python -m pytest -n auto --maxprocesses 8 --timings "
+     "-m cuda tests/engine tests/kernels tests/memory tests/stream"),
     ("prove-form", "HYBRIDKV_FORMS=1000 .venv/bin/pytest -n auto tests/stream/test_form.py"),
     ("prove-link", "HYBRIDKV_LINK_ROUNDS=50 .venv/bin/pytest -n auto tests/link/test_link_kills.py"),
     ("prove-taps", "HYBRIDKV_SAMPLES=10000 HYBRIDKV_KILLS=50 .venv/bin/pytest -n auto tests/taps "

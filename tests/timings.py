@@ -20,15 +20,18 @@ class Timings:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.seconds: dict[str, float] = {}
+        self.processes: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.processes.add(getattr(report, "worker_id", ""))
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
 
-    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        for line in self.lines(config.getoption("numprocesses", None) or 1):
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for line in self.lines():
             terminalreporter.write_line(line)
 
-    def lines(self, num_processes: int) -> list[str]:
+    def lines(self) -> list[str]:
+        num_processes = max(1, len(self.processes))
         tests: Counter[str] = Counter()
         parts: dict[str, float] = {}
         for test, seconds in self.seconds.items():

@@ -36,7 +36,7 @@ KINDS_OF_LAYERS = {
 """Those of the tiny models; one kind where nothing is said."""
 
 WITH_KERNELS = ["llama", "qwen3_next"]
-TRACED = ["gemma3", "falcon_h1", "deepseek_v3", "kimi_linear", "mamba2"]
+TRACED = ["falcon_h1", "deepseek_v3", "kimi_linear"]
 REST = [name for name, family in FAMILIES.items() if family.model_type in COMPILED]
 REST = [name for name in REST if name not in (*WITH_KERNELS, *TRACED)]
 CPU = torch.device("cpu")
@@ -49,6 +49,12 @@ def _afresh() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced and lowered as usual, but torch's own kernels run them: a C++ compiler takes half a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 def compiled(family: str, device: str = "cpu", **options: Any) -> Driver:
@@ -86,12 +92,12 @@ def test_every_logit_is_the_stock_models_and_graphs_are_few(family: str, device:
 def test_so_it_is_with_the_traces_of_all_others(
     family: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced as usual, one family of each kind of layer also lowered to plain operations, but run by torch's own
-    kernels: a C++ compiler takes half a minute for those of one family."""
+    """Traced as usual, some also lowered to plain operations, but run by torch's own kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     check_family(family, device)
 
 
+@pytest.mark.usefixtures("traced")
 def test_observers_see_every_compiled_layer() -> None:
     driver, recorder = compiled("llama"), Recorder()
     driver.runner.observe(recorder)
@@ -110,6 +116,7 @@ def test_what_others_compile_stays_stock() -> None:
     torch.testing.assert_close(ours, conv.hybridkv_stock(x, weight, activation="silu"))
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_closed_runner_leaves_plain_layers() -> None:
     driver = compiled("llama")
     layers = decoder_layers(driver.runner.model)
@@ -118,6 +125,7 @@ def test_a_closed_runner_leaves_plain_layers() -> None:
     assert not any("forward" in vars(layer) for layer in layers)
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16")
 def test_packed_weights_and_experts_compile() -> None:
     model = fresh("qwen3_next").to(torch.bfloat16)
@@ -183,6 +191,7 @@ def failing(driver: Driver, is_forced: bool) -> None:
     layers[1].forward._run = give_up
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_layer_that_fails_to_compile_is_said_once_and_nobody_notices(log: pytest.LogCaptureFixture) -> None:
     driver = Driver(build("llama"))
     failing(driver, is_forced=False)
@@ -194,6 +203,7 @@ def test_a_layer_that_fails_to_compile_is_said_once_and_nobody_notices(log: pyte
     assert not any("forward" in vars(layer) for layer in decoder_layers(driver.runner.model))
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_layer_that_fails_to_compile_when_it_must_is_an_error() -> None:
     driver = Driver(build("llama"))
     failing(driver, is_forced=True)

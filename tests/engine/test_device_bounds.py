@@ -39,7 +39,7 @@ ALL = [
         (VOCAB // 2, 0.9, 3),
     ]
 ]
-FEW = [ALL[2], ALL[4], ALL[7], ALL[8]]
+FEW = [ALL[2], ALL[4], ALL[7]]
 
 
 @pytest.fixture(autouse=True)

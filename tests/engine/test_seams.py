@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.runner import decoder_layers
-from hybridkv.engine.seams import ATTENTION, PagedCache, frame
+from hybridkv.engine.seams import ATTENTION, PagedCache, frame, ops
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
 from hybridkv.errors import HybridKVError
 from tests.engine.drive import Driver
@@ -148,6 +148,16 @@ def test_two_engines_live_together() -> None:
     while any(driver.core.has_work for driver in drivers):
         for driver in drivers:
             driver.step()
+
+
+def test_no_result_of_an_operation_is_its_argument() -> None:
+    """Compilers reuse the memory of arguments: a schema without an alias must be true."""
+    kept, other = torch.randn(3, 4), torch.randn(5, 2)
+    first, second = ops._results((kept, other.t()), (kept, other))
+    assert torch.equal(first, kept)
+    assert first.data_ptr() != kept.data_ptr()
+    assert torch.equal(second, other.t())
+    assert second.is_contiguous()
 
 
 def test_a_step_inside_a_step_is_refused() -> None:

@@ -87,8 +87,8 @@ def test_a_prompt_moves_between_plans(family: str, ours: int, theirs: int, by_la
 @pytest.mark.parametrize(("tp", "their_tp"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_moves_between_sizes(family: str, tp: int, their_tp: int) -> None:
-    sources = engines(family, tp, 0, 90)
-    for target in engines(family, their_tp, 2, 90, seed=9):
+    sources = engines(family, tp, 0, 60)
+    for target in engines(family, their_tp, 2, 60, seed=9):
         check_arrived(target, transfer(sending(sources, target), target, 0), 0)
 
 
