@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.link.pairs import Pair, Pairs
 from tests.link.workers import Workers
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with pairs of the same kind come one after another: starting two engines takes seconds."""
+    places = [place for place, item in enumerate(items) if "pair" in getattr(item, "fixturenames", ()) and _kind(item)]
+    for place, item in zip(places, sorted((items[place] for place in places), key=_kind), strict=True):
+        items[place] = item
+
+
+def _kind(item: Any) -> tuple[str, ...]:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return tuple(params[name] for name in ("family", "transport") if name in params)
 
 
 @pytest.fixture(scope="package")

@@ -209,6 +209,7 @@ def test_one_address_shuts_no_other_out(engine: Engine, running: Any) -> None:
 def test_a_body_that_has_stalled_makes_room_and_one_that_comes_does_not(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hybridkv.serve.connections._STALLED_S", 2 * PATIENCE_S)
     with limited(engine, 1) as served, ExitStack() as stack:
         upload = stack.enter_context(connect(served.url, POST.format(100).encode() + b"{"))
         with connect(served.url, WHOLE) as refused:
