@@ -174,6 +174,10 @@ prove-cache: setup ## A million random operations on the cache core
 prove-engine: setup ## Random lives of requests: 20 of each family, every logit checked
 	HYBRIDKV_LIVES=20 $(BIN)/pytest -n auto tests/engine/test_correctness.py -k random_life
 
+# All paths, for the families that `make test` takes along the main ones only. Some minutes.
+prove-families: setup ## Every model family along every path of the engine
+	HYBRIDKV_FAMILIES=all $(BIN)/pytest -n auto tests/engine
+
 prove-stream: setup ## Random lives of requests on stores with random faults: 40 of each mix of layers
 	HYBRIDKV_LIVES=40 $(BIN)/pytest -n auto tests/stream/test_lives.py -k random_life
 

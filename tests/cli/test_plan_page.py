@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hybridkv.cli.main import run
 from hybridkv.cli.tables import tables_of
 from hybridkv.models import compute_of, load_model
+from hybridkv.models.family import FAMILIES
 from hybridkv.plan import PlanOptions, make_plan, uniform_plan
 from hybridkv.plan.gpus import GPUS
 from tests.cli.html_reading import Page
@@ -134,7 +136,7 @@ def test_gpus_are_the_planners(page: Page) -> None:
 def test_a_model_whose_parameters_are_not_known_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_config("llama").save_pretrained(tmp_path / "tiny")
     config = json.loads((tmp_path / "tiny/config.json").read_text())
-    monkeypatch.setattr("hybridkv.models.compute.WEIGHT_DEFAULTS", {"llama": {}})
+    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], weight_defaults={}))
     del config["intermediate_size"]
     (tmp_path / "tiny/config.json").write_text(json.dumps(config))
     page = page_of(tmp_path / "page.html", str(tmp_path / "tiny"), "--memory", "64MiB")

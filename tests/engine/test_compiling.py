@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 
 from hybridkv import Engine
 from hybridkv.engine import compiling
-from hybridkv.engine.compiling import COMPILED, compile_layers
+from hybridkv.engine.compiling import compile_layers
+from hybridkv.engine.loading.families import COMPILED
 from hybridkv.engine.loading.packing import can_pack, pack_weights
 from hybridkv.engine.runner import decoder_layers
 from hybridkv.errors import HybridKVError

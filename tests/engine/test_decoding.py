@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("triton")
 
 from hybridkv import Engine
-from hybridkv.engine.compiling import COMPILED
 from hybridkv.engine.decoding.step_buffer import MAX_ENDS
+from hybridkv.engine.loading.families import COMPILED
 from hybridkv.engine.sampling.params import SamplingParams
 from tests.devices import DEVICE, needs_gpu, uses_device
 from tests.engine.drive import GREEDY, NOT_CAPTURED, Driver, PackedDecoder, memory_for

@@ -18,7 +18,7 @@ from hybridkv.engine.seams import ATTENTION, PagedCache, frame, ops
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
 from hybridkv.errors import HybridKVError
 from tests.engine.drive import Driver
-from tests.engine.zoo import FAMILIES, build, fresh, oracle_logits, prompt
+from tests.engine.zoo import ALL, build, fresh, oracle_logits, prompt
 
 NAMES = {
     "qwen3_next": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
@@ -42,10 +42,10 @@ def modeling_file(model: Any) -> Any:
 
 
 def test_every_family_is_in_the_zoo() -> None:
-    assert {family.model_type for family in FAMILIES.values()} == SUPPORTED
+    assert {family.model_type for family in ALL.values()} == SUPPORTED
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_functions_we_stand_in_for_are_there_and_no_others(family: str) -> None:
     module = modeling_file(build(family))
     assert {name for name in FUNCTIONS if hasattr(module, name)} == NAMES.get(family, set())
@@ -54,7 +54,7 @@ def test_the_functions_we_stand_in_for_are_there_and_no_others(family: str) -> N
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_forward_takes_what_the_runner_gives(family: str) -> None:
     accepted = inspect.signature(build(family).forward).parameters
     assert "logits_to_keep" in accepted
@@ -62,7 +62,7 @@ def test_forward_takes_what_the_runner_gives(family: str) -> None:
     assert ("position_ids" in accepted) == (family != "mamba2")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_decoder_layers_are_found(family: str) -> None:
     model = build(family)
     assert len(decoder_layers(model)) == model.config.num_hidden_layers
@@ -81,7 +81,7 @@ def test_every_use_of_a_cache_by_a_model_is_known() -> None:
     known = {"update", "update_conv_state", "update_recurrent_state", "has_previous_state", "get_conv_state",
              "get_recurrent_state", "is_recording_past", "get_seq_length", "layers", "get_linear_cache",
              "set_linear_cache", "is_sliding"}  # fmt: skip
-    for family in FAMILIES:
+    for family in ALL:
         source = inspect.getsource(modeling_file(build(family)))
         used = {word.split("(")[0] for owner in ("past_key_values.", "cache_params.") for word in _after(source, owner)}
         assert used <= known, family
@@ -182,7 +182,7 @@ class Recorder:
         self.hidden[layer] = hidden
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_observers_see_every_layer_of_a_step_in_order(family: str) -> None:
     driver, recorder = Driver(build(family)), Recorder()
     driver.runner.observe(recorder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,10 +97,21 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", experts=True),
 }
 
+# Each keeps what one of the families above keeps. `test_kin` takes them along the main paths, and
+# HYBRIDKV_FAMILIES=all through every test.
+KIN: dict[str, Family] = {
+    "qwen2": _windowed("qwen2", 24, use_sliding_window=True, max_window_layers=1),
+    "mixtral": Family("mixtral", _LOCAL_EXPERTS, experts=True),
+}
+
+ALL = FAMILIES | KIN
+if os.environ.get("HYBRIDKV_FAMILIES") == "all":
+    FAMILIES = ALL
+
 
 def family_config(name: str, **overrides: Any) -> Any:
     """The config of a family's tiny model."""
-    family = FAMILIES[name]
+    family = ALL[name]
     return tiny_config(family.model_type, **{"vocab_size": VOCAB_SIZE, **family.overrides, **overrides})
 
 
@@ -115,7 +127,7 @@ def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
 @functools.cache
 def build(name: str, seed: int = 0) -> Any:
     """The tiny model of a family: one a process, so leave it as it is. Engines get a copy: see `fresh`."""
-    return make(family_config(name), seed, FAMILIES[name].branch_scale)
+    return make(family_config(name), seed, ALL[name].branch_scale)
 
 
 def fresh(name: str, seed: int = 0) -> Any:

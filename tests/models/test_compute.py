@@ -14,9 +14,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hybridkv.errors import ConfigError
 from hybridkv.models import catalogue, compute_of, read_compute
 from hybridkv.models.compute import Attention, Compute
-from hybridkv.models.family import FAMILIES
-from hybridkv.models.feed_forward import FEED_FORWARD
-from hybridkv.models.weight_defaults import WEIGHT_DEFAULTS
 from hybridkv.sight import Sight
 from tests.tiny import TINY, tiny_config
 
@@ -37,10 +34,6 @@ def tiny_model(model_type: str) -> Any:
     torch.manual_seed(0)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_config(tiny_config(model_type), **options).eval().float()
-
-
-def test_every_family_has_weights() -> None:
-    assert set(FEED_FORWARD) == set(WEIGHT_DEFAULTS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", sorted(TINY))

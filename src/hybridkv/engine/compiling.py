@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
-from hybridkv.engine.loading.families import SUPPORTED
+from hybridkv.engine.loading.families import COMPILED
 from hybridkv.engine.seams.frame import current
 from hybridkv.errors import InputError
 
 LOG = logging.getLogger("hybridkv.engine")
-
-COMPILED = SUPPORTED - {"gemma3n_text", "llama4_text"}
-"""Model types whose compiled layers the tests compare with the stock model."""
 
 
 def check_compile(compile: bool | None) -> None:

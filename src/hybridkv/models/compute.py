@@ -20,15 +20,9 @@ from typing import Any
 from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.models.config import Config
 from hybridkv.models.family import FAMILIES, Layers, every, given_or, make_layers
+from hybridkv.models.mixer_weights import latent_head_dims
 from hybridkv.models.reader import locate, open_config
-from hybridkv.models.weight_defaults import WEIGHT_DEFAULTS
-from hybridkv.models.weights import (
-    embedding_parameters,
-    head_parameters,
-    latent_head_dims,
-    layer_weights,
-    state_elements,
-)
+from hybridkv.models.weights import embedding_parameters, head_parameters, layer_weights, state_elements
 from hybridkv.sight import EVERYTHING, Sight
 from hybridkv.spec import AttentionLayer, LatentAttention, LayerSpec, LinearState
 
@@ -95,7 +89,7 @@ def read_compute(config: Mapping[str, Any], *, name: str, use_defaults: bool = T
     """
     cfg = open_config(config, name)
     if use_defaults:
-        cfg = replace(cfg, defaults={**WEIGHT_DEFAULTS[cfg.model_type], **cfg.defaults})
+        cfg = replace(cfg, defaults={**FAMILIES[cfg.model_type].weight_defaults, **cfg.defaults})
     layers = FAMILIES[cfg.model_type].describe(cfg)
     specs = make_layers(cfg, layers)
     try:

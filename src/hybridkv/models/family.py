@@ -1,7 +1,7 @@
 """The registry of model families, and what they share.
 
-A family is one function from a `Config` to its layer types and a maker for each type. A type without a maker is
-refused by name, never guessed.
+A family is one record: a function from a `Config` to its layer types and a maker for each type, what config.json may
+leave out, and how many weights its layers have. A type without a maker is refused by name, never guessed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridkv.errors import ConfigError
+from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
+from hybridkv.models.feed_forward import FeedForward, Weights
 from hybridkv.models.layers import Maker
-from hybridkv.spec import LayerSpec
+from hybridkv.spec import LayerSpec, LinearState
 
 
 class Layers(NamedTuple):
@@ -28,9 +30,25 @@ Describe = Callable[[Config], Layers]
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """All that is known of one model type."""
+
     describe: Describe
+    feed_forward: FeedForward
     defaults: Mapping[str, Any]
-    """What the transformers config class assumes where config.json is silent."""
+    """What the transformers config class assumes where config.json is silent, of fields that say what is kept."""
+    weight_defaults: Mapping[str, Any]
+    """The same of fields that say how many weights there are. Apart, because a catalogue entry that leaves one of these
+    out is incomplete, and must not be completed with the size of some other member of its family."""
+    attention_weights: Callable[[Config, LayerSpec], int] = mixer_weights.plain_attention
+    state_weights: Callable[[Config, LinearState], int] = mixer_weights.by_kept_parts
+    around: Callable[[Config, Sequence[str], Sequence[LayerSpec]], Weights] = mixer_weights.nothing_around
+    """Weights beside those of the layers: from the config, the types of the layers and their specs."""
+    tables: Callable[[Config, int], int] = mixer_weights.no_tables
+    """Parameters of embeddings beside the usual ones: from the config and the number of layers."""
+    plan_only: str = ""
+    """Why the engine does not run transformers' model; empty if it does."""
+    compiles: bool = True
+    """True if torch can compile the decoder layers of transformers' model."""
 
 
 FAMILIES: dict[str, Family] = {}
@@ -39,11 +57,21 @@ FAMILIES: dict[str, Family] = {}
 _LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def family(model_type: str, **defaults: Any) -> Callable[[Describe], Describe]:
-    """Register a function as the family `model_type`; it may be registered for several, each with its defaults."""
+def family(
+    model_type: str,
+    *,
+    feed_forward: FeedForward,
+    defaults: Mapping[str, Any],
+    weight_defaults: Mapping[str, Any],
+    **more: Any,
+) -> Callable[[Describe], Describe]:
+    """Register a function as the family `model_type`; it may be registered for several, each with its own record.
+
+    `more`: fields of `Family` that differ from their defaults.
+    """
 
     def register(describe: Describe) -> Describe:
-        FAMILIES[model_type] = Family(describe, defaults)
+        FAMILIES[model_type] = Family(describe, feed_forward, defaults, weight_defaults, **more)
         return describe
 
     return register

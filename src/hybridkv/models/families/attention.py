@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from hybridkv.errors import ConfigError
+from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, every, family, given_or
+from hybridkv.models.feed_forward import (
+    deepseek_experts,
+    dense,
+    gemma3n_feed_forward,
+    llama4_experts,
+    mixtral_experts,
+    qwen_experts,
+)
 from hybridkv.models.layers import chunked_attention, full_attention, keeps_nothing, latent_attention, sliding_attention
 
 _FULL_OR_SLIDING = {"full_attention": full_attention, "sliding_attention": sliding_attention}
@@ -15,35 +24,60 @@ def _has_window(cfg: Config) -> bool:
     return bool(switched_on) and cfg.optional_integer("sliding_window") is not None
 
 
-@family("llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=None)
+@family(
+    "llama",
+    feed_forward=dense,
+    defaults={"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None},
+    weight_defaults={"vocab_size": 32000, "intermediate_size": 11008},
+)
 def llama(cfg: Config) -> Layers:
     return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": full_attention})
 
 
 @family(
     "mistral",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    sliding_window=4096,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    weight_defaults={"vocab_size": 32000, "intermediate_size": 14336},
+    plan_only="not compared with the stock model yet",
 )
 @family(
     "mixtral",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    sliding_window=None,
+    feed_forward=mixtral_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+    },
+    weight_defaults={"vocab_size": 32000, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
 )
 @family(
     "qwen3_moe",
-    hidden_size=2048,
-    num_hidden_layers=24,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    use_sliding_window=False,
-    sliding_window=4096,
+    feed_forward=qwen_experts,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    weight_defaults={
+        "vocab_size": 151936,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    plan_only="not compared with the stock model yet",
 )
 def all_alike(cfg: Config) -> Layers:
     kind = "sliding_attention" if _has_window(cfg) else "full_attention"
@@ -52,24 +86,32 @@ def all_alike(cfg: Config) -> Layers:
 
 @family(
     "qwen2",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    weight_defaults={"vocab_size": 151936, "intermediate_size": 22016},
 )
 @family(
     "qwen3",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    weight_defaults={"vocab_size": 151936, "intermediate_size": 22016},
 )
 def windows_above(cfg: Config) -> Layers:
     """Full attention in the first `max_window_layers`, windows above them."""
@@ -80,42 +122,65 @@ def windows_above(cfg: Config) -> Layers:
 
 @family(
     "gemma2",
-    hidden_size=2304,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    sliding_window=4096,
-    sliding_window_pattern=2,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    weight_defaults={"vocab_size": 256000, "intermediate_size": 9216, "tie_word_embeddings": True},
+    plan_only="not compared with the stock model yet",
 )
 @family(
     "gemma3_text",
-    hidden_size=2304,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    sliding_window=4096,
-    sliding_window_pattern=6,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    weight_defaults={"vocab_size": 262208, "intermediate_size": 9216, "tie_word_embeddings": True},
 )
 @family(
     "gpt_oss",
-    hidden_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    sliding_window=128,
-    sliding_window_pattern=2,
+    feed_forward=mixtral_experts,
+    defaults={
+        "hidden_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+    },
+    weight_defaults={
+        "vocab_size": 201088,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
 )
 @family(
     "olmo3",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=None,
-    sliding_window=4096,
-    sliding_window_pattern=4,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    weight_defaults={"vocab_size": 50304, "intermediate_size": 11008},
+    plan_only="not compared with the stock model yet",
 )
 def full_among_windows(cfg: Config) -> Layers:
     if cfg.get("use_bidirectional_attention", default=False):
@@ -126,13 +191,28 @@ def full_among_windows(cfg: Config) -> Layers:
 
 @family(
     "gemma3n_text",
-    hidden_size=2048,
-    num_hidden_layers=35,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    sliding_window=512,
-    num_kv_shared_layers=15,
+    feed_forward=gemma3n_feed_forward,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 15,
+    },
+    weight_defaults={
+        "vocab_size": 262400,
+        "intermediate_size": 16384,
+        "tie_word_embeddings": True,
+        "altup_num_inputs": 4,
+        "laurel_rank": 64,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    around=mixer_weights.gemma3n_streams,
+    tables=mixer_weights.gemma3n_tables,
+    compiles=False,
 )
 def gemma3n(cfg: Config) -> Layers:
     """The last layers compute no K and V of their own: they read those of an earlier layer of their kind."""
@@ -146,13 +226,25 @@ def gemma3n(cfg: Config) -> Layers:
 
 @family(
     "llama4_text",
-    hidden_size=5120,
-    num_hidden_layers=48,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    head_dim=128,
-    attention_chunk_size=8192,
-    no_rope_layer_interval=4,
+    feed_forward=llama4_experts,
+    defaults={
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+    },
+    weight_defaults={
+        "vocab_size": 202048,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+    },
+    compiles=False,
 )
 def llama4(cfg: Config) -> Layers:
     """Layers with rotary positions see their chunk only; those without see everything."""
@@ -166,15 +258,50 @@ def llama4(cfg: Config) -> Layers:
 
 
 @family(
-    "deepseek_v2", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, kv_lora_rank=512, qk_rope_head_dim=64
+    "deepseek_v2",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 102400,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    plan_only="not compared with the stock model yet",
 )
 @family(
     "deepseek_v3",
-    hidden_size=7168,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 129280,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
 )
 def deepseek(cfg: Config) -> Layers:
     return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": latent_attention})

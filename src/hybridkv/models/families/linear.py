@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridkv.errors import ConfigError
+from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, every, family, given_or, where
+from hybridkv.models.feed_forward import (
+    dense,
+    kimi_experts,
+    lfm2_experts,
+    lfm2_feed_forward,
+    mixtral_experts,
+    qwen_experts,
+)
 from hybridkv.models.layers import (
     delta_rule,
     full_attention,
@@ -21,45 +30,76 @@ from hybridkv.spec import LayerSpec
 
 @family(
     "qwen3_next",
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    head_dim=256,
-    full_attention_interval=4,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
+    feed_forward=qwen_experts,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    weight_defaults={
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    attention_weights=mixer_weights.gated_attention,
+    state_weights=mixer_weights.delta_rule,
 )
 @family(
     "qwen3_5_text",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=256,
-    full_attention_interval=4,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    weight_defaults={"vocab_size": 248320, "intermediate_size": 12288},
+    attention_weights=mixer_weights.gated_attention,
+    state_weights=mixer_weights.delta_rule,
 )
 @family(
     "qwen3_5_moe_text",
-    hidden_size=2048,
-    num_hidden_layers=40,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    head_dim=256,
-    full_attention_interval=4,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
+    feed_forward=qwen_experts,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    weight_defaults={
+        "vocab_size": 248320,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    attention_weights=mixer_weights.gated_attention,
+    state_weights=mixer_weights.delta_rule,
 )
 def qwen_hybrid(cfg: Config) -> Layers:
     types = every(cfg, cfg.integer("full_attention_interval"), "full_attention", "linear_attention")
@@ -68,15 +108,20 @@ def qwen_hybrid(cfg: Config) -> Layers:
 
 @family(
     "olmo_hybrid",
-    hidden_size=3840,
-    num_hidden_layers=32,
-    num_attention_heads=30,
-    num_key_value_heads=None,
-    linear_num_key_heads=None,
-    linear_num_value_heads=None,
-    linear_key_head_dim=None,
-    linear_value_head_dim=None,
-    linear_conv_kernel_dim=4,
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 3840,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "num_key_value_heads": None,
+        "linear_num_key_heads": None,
+        "linear_num_value_heads": None,
+        "linear_key_head_dim": None,
+        "linear_value_head_dim": None,
+        "linear_conv_kernel_dim": 4,
+    },
+    weight_defaults={"vocab_size": 100352, "intermediate_size": 11008},
+    state_weights=mixer_weights.delta_rule,
 )
 def olmo_hybrid(cfg: Config) -> Layers:
     types = every(cfg, 4, "full_attention", "linear_attention")
@@ -102,14 +147,29 @@ def _olmo_delta_net(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 @family(
     "kimi_linear",
-    hidden_size=2304,
-    num_hidden_layers=27,
-    num_attention_heads=32,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    linear_num_heads=32,
-    linear_head_dim=128,
-    linear_conv_kernel_dim=4,
+    feed_forward=kimi_experts,
+    defaults={
+        "hidden_size": 2304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    weight_defaults={
+        "vocab_size": 163840,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    state_weights=mixer_weights.kimi_delta_rule,
 )
 def kimi_linear(cfg: Config) -> Layers:
     """Published checkpoints describe the linear layers in an object of their own, with layers counted from 1."""
@@ -138,12 +198,16 @@ def kimi_linear(cfg: Config) -> Layers:
 
 @family(
     "minimax",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=None,
-    sliding_window=None,
+    feed_forward=mixtral_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "sliding_window": None,
+    },
+    weight_defaults={"vocab_size": 32000, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
 )
 def minimax(cfg: Config) -> Layers:
     types = every(cfg, 2, "linear_attention", "full_attention")
@@ -153,12 +217,23 @@ def minimax(cfg: Config) -> Layers:
 
 @family(
     "lfm2",
-    hidden_size=2560,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    conv_L_cache=3,
-    full_attn_idxs=None,
+    feed_forward=lfm2_feed_forward,
+    defaults={
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "full_attn_idxs": None,
+    },
+    weight_defaults={
+        "vocab_size": 65536,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": True,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+    },
 )
 def lfm2(cfg: Config) -> Layers:
     attention = cfg.integers("full_attn_idxs") or list(range(cfg.num_layers))
@@ -167,7 +242,25 @@ def lfm2(cfg: Config) -> Layers:
 
 
 @family(
-    "lfm2_moe", hidden_size=2048, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, conv_L_cache=3
+    "lfm2_moe",
+    feed_forward=lfm2_experts,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+    },
+    weight_defaults={
+        "vocab_size": 65536,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_dense_layers": 2,
+        "tie_word_embeddings": True,
+    },
+    plan_only="not compared with the stock model yet",
 )
 def lfm2_moe(cfg: Config) -> Layers:
     types = cfg.strings("layer_types")

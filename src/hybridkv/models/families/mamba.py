@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybridkv.errors import ConfigError
+from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, family, given_or, where
+from hybridkv.models.feed_forward import dense, granite_experts, jamba_experts, nemotron_blocks, no_feed_forward
 from hybridkv.models.layers import full_attention, keeps_nothing, key_value, mamba1, mamba2
 from hybridkv.spec import FullAttention, LayerSpec
 
@@ -45,19 +47,40 @@ def _bamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]
     return (*full_attention(cfg, layer), *_bamba_mixer(cfg, layer))
 
 
-@family("falcon_h1", num_key_value_heads=8, mamba_d_ssm=1024, **_BAMBA)
+@family(
+    "falcon_h1",
+    feed_forward=dense,
+    defaults={**_BAMBA, "num_key_value_heads": 8, "mamba_d_ssm": 1024},
+    weight_defaults={"vocab_size": 128000, "intermediate_size": 14336},
+)
 def falcon_h1(cfg: Config) -> Layers:
     """Every layer runs attention and Mamba-2 side by side and keeps both."""
     return Layers(all_layers(cfg, "hybrid"), {"hybrid": _bamba_mixer_and_attention})
 
 
-@family("bamba", num_key_value_heads=8, attn_layer_indices=None, **_BAMBA)
+@family(
+    "bamba",
+    feed_forward=dense,
+    defaults={**_BAMBA, "num_key_value_heads": 8, "attn_layer_indices": None},
+    weight_defaults={"vocab_size": 128000, "intermediate_size": 14336},
+)
 def bamba(cfg: Config) -> Layers:
     types = where(cfg, cfg.integers("attn_layer_indices"), "full_attention", "linear_attention")
     return Layers(types, {"full_attention": full_attention, "linear_attention": _bamba_mixer})
 
 
-@family("granitemoehybrid", num_key_value_heads=None, **_BAMBA)
+@family(
+    "granitemoehybrid",
+    feed_forward=granite_experts,
+    defaults={**_BAMBA, "num_key_value_heads": None},
+    weight_defaults={
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
 def granite_hybrid(cfg: Config) -> Layers:
     types = given_or(cfg, all_layers(cfg, "linear_attention"))
     return Layers(types, {"full_attention": full_attention, "linear_attention": _bamba_mixer})
@@ -65,16 +88,29 @@ def granite_hybrid(cfg: Config) -> Layers:
 
 @family(
     "nemotron_h",
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    mamba_num_heads=128,
-    mamba_head_dim=64,
-    n_groups=8,
-    ssm_state_size=128,
-    conv_kernel=4,
-    mamba_ssm_cache_dtype="float32",
+    feed_forward=nemotron_blocks,
+    defaults={
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "mamba_ssm_cache_dtype": "float32",
+    },
+    weight_defaults={
+        "vocab_size": 131072,
+        "intermediate_size": 21504,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_latent_size": None,
+    },
 )
 def nemotron_h(cfg: Config) -> Layers:
     """MLP and MoE blocks are layers of their own and keep nothing."""
@@ -113,15 +149,27 @@ def _nemotron_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 @family(
     "zamba2",
-    hidden_size=2560,
-    num_hidden_layers=54,
-    num_attention_heads=32,
-    num_key_value_heads=None,
-    n_mamba_heads=8,
-    mamba_ngroups=1,
-    mamba_d_state=64,
-    mamba_d_conv=4,
-    mamba_expand=2,
+    feed_forward=no_feed_forward,
+    defaults={
+        "hidden_size": 2560,
+        "num_hidden_layers": 54,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    weight_defaults={
+        "vocab_size": 32000,
+        "intermediate_size": None,
+        "adapter_rank": 128,
+        "num_mem_blocks": 1,
+        "tie_word_embeddings": True,
+    },
+    attention_weights=mixer_weights.counted_apart,
+    around=mixer_weights.zamba_shared_blocks,
 )
 def zamba2(cfg: Config) -> Layers:
     """Hybrid layers run a shared attention block, then Mamba-2; each of them keeps KV of its own."""
@@ -151,15 +199,26 @@ def _zamba_mixer_and_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]
 
 @family(
     "jamba",
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    attn_layer_period=8,
-    attn_layer_offset=4,
-    mamba_d_state=16,
-    mamba_d_conv=4,
-    mamba_expand=2,
+    feed_forward=jamba_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    weight_defaults={
+        "vocab_size": 65536,
+        "intermediate_size": 14336,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
 )
 def jamba(cfg: Config) -> Layers:
     period, offset = cfg.integer("attn_layer_period"), cfg.optional_count("attn_layer_offset")
@@ -176,13 +235,17 @@ def _jamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 @family(
     "mamba2",
-    hidden_size=4096,
-    num_hidden_layers=64,
-    num_heads=128,
-    head_dim=64,
-    n_groups=8,
-    state_size=128,
-    conv_kernel=4,
+    feed_forward=no_feed_forward,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "state_size": 128,
+        "conv_kernel": 4,
+    },
+    weight_defaults={"vocab_size": 32768},
 )
 def mamba2_only(cfg: Config) -> Layers:
     """States alone: nothing grows with the sequence."""
