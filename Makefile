@@ -32,8 +32,8 @@ GPU_SETUP := $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),setup-gpu setup-f
 
 .PHONY: help setup setup-azurite setup-fla setup-gpu setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
 	lint format clean test test-all test-more test-gpu test-browser test-vllm test-speculators test-compiled \
-	prove-cache prove-engine prove-form prove-link prove-pool prove-remote prove-store prove-stream prove-taps prove-vllm \
-	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
+	prove-cache prove-engine prove-families prove-form prove-link prove-pool prove-remote prove-store prove-stream prove-taps prove-vllm \
+	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-models bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -176,7 +176,7 @@ prove-engine: setup ## Random lives of requests: 20 of each family, every logit 
 
 # All paths, for the families that `make test` takes along the main ones only. Some minutes.
 prove-families: setup ## Every model family along every path of the engine
-	HYBRIDKV_FAMILIES=all $(BIN)/pytest -n auto tests/engine
+	HYBRIDKV_FAMILIES=all $(BIN)/pytest -n auto --dist worksteal tests/engine tests/link/test_handover.py
 
 prove-stream: setup ## Random lives of requests on stores with random faults: 40 of each mix of layers
 	HYBRIDKV_LIVES=40 $(BIN)/pytest -n auto tests/stream/test_lives.py -k random_life
@@ -227,6 +227,9 @@ bench-core: setup-vllm setup-compiled ## The cache core against vLLM's KVCacheMa
 
 bench-engine: setup setup-vllm ## The engine against stock transformers and vLLM, on CPU: ARGS=--quick for a short one
 	$(BIN)/python benchmarks/engine_cpu.py $(ARGS)
+
+bench-models: setup ## Time to the first token of ten model types against stock transformers: ARGS="--types mistral"
+	$(BIN)/python benchmarks/first_tokens.py $(ARGS)
 
 bench-gpu: setup ## A decoding step on a GPU against the floor of its products and bytes: ARGS=--quick for tiny models
 	$(BIN)/python benchmarks/gpu_decode.py $(ARGS)

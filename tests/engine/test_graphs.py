@@ -11,7 +11,7 @@ from hybridkv import Engine, SamplingParams
 from tests.devices import needs_gpu
 from tests.engine.drive import NOT_CAPTURED, set_experts
 from tests.engine.tokenizers_small import byte_level
-from tests.engine.zoo import FAMILIES, fresh, prompt
+from tests.engine.zoo import ALL, fresh, prompt
 
 ASKED = [
     (prompt(70, 1), SamplingParams(temperature=0, max_tokens=24)),
@@ -45,7 +45,7 @@ def replies(family: str, **options: Any) -> tuple[list[Any], int]:
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_replies_are_the_same_with_graphs_and_without(family: str) -> None:
     expected, none = replies(family, graphs=False)
     found, captured = replies(family)

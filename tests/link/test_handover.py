@@ -10,18 +10,19 @@ import pytest
 
 from hybridkv.engine import Result, SamplingParams
 from tests.engine.drive import GREEDY
-from tests.engine.zoo import FAMILIES, prompt
+from tests.engine.zoo import ALL, FAMILIES, KIN, prompt
 from tests.link.pairs import Pair, check, expected
 from tests.link.workers import TRANSPORTS
 
 KINDS = ["llama", "gemma3", "qwen3_next", "mamba2", "nemotron_h", "kimi_linear", "falcon_h1"]
+"""One family for each kind of layer: full, window, GDN, Mamba-2 alone and with attention, MLA and KDA, two in one."""
 KINDS_OVER = [
     *zip(KINDS, ["cma", "tcp", "cma", "tcp", "cma", "tcp", "cma"], strict=True),
     ("llama", "tcp"),
     ("qwen3_next", "tcp"),
 ]
 """Each family over one transport, and two over both."""
-"""One family for each kind of layer: full, window, GDN, Mamba-2 alone and with attention, MLA and KDA, two in one."""
+KINDS_OVER += [(family, "tcp") for family in KIN if FAMILIES is ALL]
 EOS = 2
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 kinds = pytest.mark.parametrize(("family", "transport"), KINDS_OVER)
