@@ -30,14 +30,25 @@ def attention(
     """Registered with transformers' AttentionInterface. The plan decides which keys a query sees, not the arguments."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1)
-    # In some models later layers use the keys and values of earlier ones.
-    source = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
+    source = kv_source(module)
     if source is None:
         own = key[0].transpose(0, 1), value[0].transpose(0, 1)
         out = ops.attend(rows, *own, s_aux, scale, softcap, _expansion(module))
     else:
-        out = ops.attend_written(int(source), rows, s_aux, scale, softcap)
+        out = ops.attend_written(source, rows, s_aux, scale, softcap)
     return out[None], None
+
+
+def kv_source(module: nn.Module) -> int | None:
+    """The layer whose keys and values a layer uses: the last one of its type that computes any. None: its own.
+
+    Worked out from the config, because attributes that say it come and go with releases of transformers.
+    """
+    if not getattr(module, "is_kv_shared_layer", False):
+        return None
+    config, types = module.config, module.config.layer_types
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    return max(layer for layer in range(own) if types[layer] == types[module.layer_idx])
 
 
 def _expansion(module: nn.Module) -> Tensor | None:
