@@ -25,12 +25,17 @@ export PYTHONDONTWRITEBYTECODE :=
 # flash-linear-attention is Python and Triton alone. In a folder for PYTHONPATH: the environment stays without it.
 FLA := flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 
+# The oldest transformers that pyproject.toml allows, and what it needs in another version than the newest does. In a
+# folder for PYTHONPATH, too.
+OLDEST := transformers==5.17.0 huggingface-hub==1.33.0
+OLDEST_TESTS := tests/models/test_families.py tests/engine/test_seams.py tests/engine/test_correctness.py tests/engine/test_kin.py
+
 # Folders with tests that are marked `cuda`, and the Python that runs them: GPU_PYTHON=python3 takes your environment.
 GPU_TESTS := tests/engine tests/kernels tests/memory tests/stream
 GPU_PYTHON := .venv-gpu/bin/python
 GPU_SETUP := $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),setup-gpu setup-fla)
 
-.PHONY: help setup setup-azurite setup-fla setup-gpu setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
+.PHONY: help setup setup-azurite setup-fla setup-oldest setup-gpu setup-browser setup-vllm setup-mooncake setup-speculators setup-compiled serve screenshots \
 	lint format clean test test-all test-more test-gpu test-browser test-vllm test-speculators test-compiled \
 	prove-cache prove-engine prove-families prove-form prove-link prove-pool prove-remote prove-store prove-stream prove-taps prove-vllm \
 	bench bench-core bench-engine bench-form bench-gpu bench-hidden bench-link bench-models bench-remote bench-replay bench-store bench-serve bench-stream bench-vllm
@@ -84,6 +89,13 @@ setup-fla: .fla/.ready ## A .fla with flash-linear-attention, for tests that run
 	$(PYTHON) $(PIP_INSTALL) --no-deps --target .fla $(FLA)
 	touch $@
 
+setup-oldest: .oldest/.ready ## An .oldest with the oldest transformers that hybridkv runs with
+
+.oldest/.ready: Makefile
+	rm -rf .oldest
+	$(PYTHON) $(PIP_INSTALL) --no-deps --target .oldest $(OLDEST)
+	touch $@
+
 setup-gpu: .venv-gpu/.ready ## A .venv-gpu with torch's CUDA build, the package and its development tools
 
 .venv-gpu/.ready: pyproject.toml Makefile
@@ -132,8 +144,9 @@ serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the de
 	$(BIN)/hybridkv serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 # Tests of the Mooncake store run where `make setup-mooncake` has put its package, and are skipped elsewhere.
-test: setup setup-fla $(AZURITE) ## A sample of the tests that covers every test, and all pairs of parameters
+test: setup setup-fla setup-oldest $(AZURITE) ## A sample of the tests that covers every test, and all pairs of parameters
 	PYTHONPATH=.fla $(BIN)/pytest tests/engine/test_beside.py tests/engine/test_seams.py
+	PYTHONPATH=.oldest $(BIN)/pytest -n auto $(OLDEST_TESTS) -k "test_families or test_seams or ragged"
 	$(BIN)/pytest -n auto --dist worksteal --timings --sample $(SAMPLE)
 
 test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
@@ -264,4 +277,4 @@ bench-serve: setup ## The server under 200 clients, some minutes: ARGS="--second
 	$(BIN)/python benchmarks/serve_load.py $(ARGS)
 
 clean: ## Remove everything that was built
-	rm -rf .azurite .fla .venv .venv-gpu .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .azurite .fla .oldest .venv .venv-gpu .venv-vllm .venv-mooncake .venv-speculators .compiled build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
+
+from hybridkv.models.family import FAMILIES
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -48,7 +51,7 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
-TINY: dict[str, dict[str, Any]] = {
+_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "mistral": {"num_hidden_layers": 2, "sliding_window": 16},
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 2},
@@ -162,6 +165,14 @@ TINY: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
     },
 }
+
+
+def is_installed(model_type: str) -> bool:
+    """Whether the installed transformers has a family's model. True for types that have no record: they must fail."""
+    return model_type not in FAMILIES or FAMILIES[model_type].is_in(version("transformers"))
+
+
+TINY = {model_type: sizes for model_type, sizes in _SIZES.items() if is_installed(model_type)}
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
-from tests.engine.zoo import FAMILIES, family_config
+from tests.engine.zoo import FAMILIES, NOT_INSTALLED, family_config
 
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
@@ -56,12 +56,13 @@ _AUDIO: dict[str, Any] = {
 _VISION_TOKENS: dict[str, Any] = {"vocab_size": 4, "vocab_offset": 315, "hidden_size": 2048}
 
 # Placeholders of images and sounds lie above the text vocabulary of the tests' prompts, or are never drawn.
-COMPOSITES: dict[str, dict[str, Any]] = {
+_AROUND: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 319},
     "qwen3_5": {"vision_config": _QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
     "llama4": {"vision_config": _LLAMA4_VISION, "image_token_index": 319},
     "gemma3n": {"audio_config": _AUDIO, "vision_config": _VISION_TOKENS},
 }
+COMPOSITES = {name: parts for name, parts in _AROUND.items() if name not in NOT_INSTALLED}
 
 
 def composite_config(name: str) -> Any:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hybridkv import Engine
 from hybridkv.engine.loading import checkpoint
 from hybridkv.engine.loading.checkpoint import load
+from hybridkv.errors import ConfigError
+from hybridkv.models.family import FAMILIES
 from tests.engine.checkpoints import save_checkpoint, tokenizer
 from tests.engine.composites import COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
@@ -41,6 +46,20 @@ def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Pat
             logits_to_keep=torch.tensor([7, 39]),
         ).logits[0]
     assert moved(kept, oracle_logits(build_composite(name), tokens)[[7, 39]]) < NOISE
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "gemma3_text"}, {"model_type": "gemma3"}, {"model_type": "gemma3", "text_config": {}}]
+)
+def test_a_transformers_without_the_model_is_named(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "gemma3_text", replace(FAMILIES["gemma3_text"], since="99.1"))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)  # it would find no class, and not say why
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = r"'gemma3_text', which needs transformers 99\.1 or newer: version 5\.\S+ is installed, upgrade it"
+    with pytest.raises(ConfigError, match=expected):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", COMPOSITES)

@@ -15,10 +15,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.runner import decoder_layers
 from hybridkv.engine.seams import ATTENTION, PagedCache, frame, ops
+from hybridkv.engine.seams.functions import kv_source
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
 from hybridkv.errors import HybridKVError
 from tests.engine.drive import Driver
 from tests.engine.zoo import ALL, build, fresh, oracle_logits, prompt
+from tests.tiny import is_installed
 
 NAMES = {
     "qwen3_next": {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"},
@@ -42,7 +44,7 @@ def modeling_file(model: Any) -> Any:
 
 
 def test_every_family_is_in_the_zoo() -> None:
-    assert {family.model_type for family in ALL.values()} == SUPPORTED
+    assert {family.model_type for family in ALL.values()} == {name for name in SUPPORTED if is_installed(name)}
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -97,6 +99,26 @@ def test_our_attention_gets_no_mask() -> None:
     attach(fresh("llama"))
     assert ATTENTION in AttentionInterface._global_mapping
     assert ATTENTION not in AttentionMaskInterface._global_mapping
+
+
+@pytest.mark.parametrize("family", [name for name, family in ALL.items() if family.attention])
+def test_keys_come_from_the_layer_that_the_stock_model_takes_them_from(family: str) -> None:
+    """A layer without keys of its own is given the very tensor of another one."""
+    seen: list[tuple[Any, torch.Tensor]] = []
+
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((module, key))
+        return query.transpose(1, 2)[..., : args[0].shape[-1]], None
+
+    AttentionInterface.register("seen_by_a_test", attend)
+    model = fresh(family)
+    model.set_attn_implementation("seen_by_a_test")
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert seen
+    for module, key in seen:
+        owner = next(one for one, its in seen if its is key)
+        assert kv_source(module) == (None if owner is module else owner.layer_idx)
 
 
 def test_minimax_mixers_have_the_parts_we_use() -> None:

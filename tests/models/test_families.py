@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hybridkv.models import load_model, read_config
-from hybridkv.models.family import FAMILIES
+from hybridkv.models.family import FAMILIES, OLDEST_TRANSFORMERS
 from hybridkv.spec import ChunkedLocal, FullAttention, LatentAttention, LayerSpec, LinearState, SlidingWindow
-from tests.tiny import TINY, tiny_config
+from tests.tiny import TINY, is_installed, tiny_config
 
 NUM_TOKENS = 40
 Shapes = dict[str, tuple[int, ...]]
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert set(TINY) == set(FAMILIES)
+    assert set(TINY) == {model_type for model_type in FAMILIES if is_installed(model_type)}
+
+
+def test_every_record_names_a_release_that_has_its_model() -> None:
+    missing = sorted(set(TINY) - set(CONFIG_MAPPING))
+    assert not missing, f"transformers {transformers.__version__} has no {missing}: correct `since` in their records"
+
+
+def test_the_oldest_release_is_allowed_and_tested() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert f'"transformers>={OLDEST_TRANSFORMERS},<' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"transformers=={OLDEST_TRANSFORMERS}.0 " in (root / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("release", "expected"), [("5.9.3", 0), ("5.20.0.dev0", 1), ("5.20.2", 1), ("6.0", 1)])
+def test_a_record_knows_whether_a_release_has_its_model(release: str, expected: bool) -> None:
+    assert replace(FAMILIES["llama"], since="5.20").is_in(release) == expected
 
 
 @pytest.mark.parametrize("model_type", sorted(TINY))

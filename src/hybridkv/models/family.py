@@ -28,6 +28,10 @@ class Layers(NamedTuple):
 Describe = Callable[[Config], Layers]
 
 
+OLDEST_TRANSFORMERS = "5.17"
+"""First release of transformers that the engine runs with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """All that is known of one model type."""
@@ -49,6 +53,17 @@ class Family:
     """Why the engine does not run transformers' model; empty if it does."""
     compiles: bool = True
     """True if torch can compile the decoder layers of transformers' model."""
+    since: str = OLDEST_TRANSFORMERS
+    """First release of transformers whose model the engine can run."""
+
+    def is_in(self, transformers: str) -> bool:
+        """Whether this release of transformers, such as "5.17.0", has the model."""
+        return _release(transformers) >= _release(self.since)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version: patches of a release add no models."""
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 FAMILIES: dict[str, Family] = {}

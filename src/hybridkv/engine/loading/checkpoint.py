@@ -82,7 +82,7 @@ def load(
     path = None if isinstance(model, PreTrainedModel) else model
     if isinstance(model, PreTrainedModel):
         loaded = model
-        _check_config(model.config, type(model).__name__)
+        _check_config(model.config.to_dict(), type(model).__name__)
         _check_class(model)
         if dtype != "auto":
             loaded = loaded.to(_weights_dtype(dtype))
@@ -181,8 +181,9 @@ def _from_checkpoint(
 ) -> PreTrainedModel:
     wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
     try:
+        _check_config(PretrainedConfig.get_config_dict(path)[0], path)  # a class may be too new for this transformers
         config = _own_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), path)
-        _check_config(config, path)
+        _check_config(config.to_dict(), path)
         if wanted == "auto" and _is_emulated(config, device):
             LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
             wanted = torch.float32
@@ -277,8 +278,8 @@ def _max_model_len(text: PretrainedConfig) -> int:
     return int(min(limits))
 
 
-def _check_config(config: PretrainedConfig, name: str) -> None:
-    check_supported(open_config(_plain(config.to_dict()), name).model_type, name)
+def _check_config(config: dict[str, Any], name: str) -> None:
+    check_supported(open_config(_plain(config), name).model_type, name)
 
 
 def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import transformers
+
 from hybridkv.errors import ConfigError
 from hybridkv.models.family import FAMILIES
 
@@ -12,8 +14,15 @@ COMPILED = frozenset(name for name in SUPPORTED if FAMILIES[name].compiles)
 
 
 def check_supported(model_type: str, name: str) -> None:
+    """Refuse a model type that the engine does not run, or not with the installed transformers."""
+    family = FAMILIES[model_type]
     if model_type not in SUPPORTED:
         raise ConfigError(
-            f"{name} is of type {model_type!r}, which the engine does not run: {FAMILIES[model_type].plan_only}; "
+            f"{name} is of type {model_type!r}, which the engine does not run: {family.plan_only}; "
             f"it runs {', '.join(sorted(SUPPORTED))}"
+        )
+    if not family.is_in(transformers.__version__):
+        raise ConfigError(
+            f"{name} is of type {model_type!r}, which needs transformers {family.since} or newer: "
+            f"version {transformers.__version__} is installed, upgrade it"
         )
