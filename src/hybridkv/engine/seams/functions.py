@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridkv.engine.seams import ops
 from hybridkv.engine.seams.frame import current, sees_layers
+from hybridkv.engine.sharing import kv_source
 
 
 def attention(
@@ -37,18 +38,6 @@ def attention(
     else:
         out = ops.attend_written(source, rows, s_aux, scale, softcap)
     return out[None], None
-
-
-def kv_source(module: nn.Module) -> int | None:
-    """The layer whose keys and values a layer uses: the last one of its type that computes any. None: its own.
-
-    Worked out from the config, because attributes that say it come and go with releases of transformers.
-    """
-    if not getattr(module, "is_kv_shared_layer", False):
-        return None
-    config, types = module.config, module.config.layer_types
-    own = config.num_hidden_layers - config.num_kv_shared_layers
-    return max(layer for layer in range(own) if types[layer] == types[module.layer_idx])
 
 
 def _expansion(module: nn.Module) -> Tensor | None:
