@@ -5,7 +5,7 @@ A maker reads its sizes from the config under the names most families share; fam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hybridkv.errors import ConfigError
@@ -57,6 +57,15 @@ def full_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 def sliding_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     return (SlidingWindow(layer, key_value(cfg), cfg.integer("sliding_window")),)
+
+
+FULL_OR_SLIDING: Mapping[str, Maker] = {"full_attention": full_attention, "sliding_attention": sliding_attention}
+
+
+def has_window(cfg: Config) -> bool:
+    """Whether the config has a window, and does not switch it off."""
+    switched_on = cfg.get("use_sliding_window", default=True)
+    return bool(switched_on) and cfg.optional_integer("sliding_window") is not None
 
 
 def chunked_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:

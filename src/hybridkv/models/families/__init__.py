@@ -5,6 +5,6 @@ transformers config class, say what its feed-forward layers weigh in feed_forwar
 compare it with.
 """
 
-from hybridkv.models.families import attention, linear, mamba
+from hybridkv.models.families import latent, linear, mamba, uniform, windows
 
-__all__ = ["attention", "linear", "mamba"]
+__all__ = ["latent", "linear", "mamba", "uniform", "windows"]

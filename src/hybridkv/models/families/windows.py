@@ -1,87 +1,13 @@
-"""Families whose layers all attend: to everything, a window, a chunk, or latents."""
+"""Families that mix full attention with windows or chunks."""
 
 from __future__ import annotations
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
-from hybridkv.models.family import Layers, all_layers, every, family, given_or
-from hybridkv.models.feed_forward import (
-    deepseek_experts,
-    dense,
-    gemma3n_feed_forward,
-    llama4_experts,
-    mixtral_experts,
-    qwen_experts,
-)
-from hybridkv.models.layers import chunked_attention, full_attention, keeps_nothing, latent_attention, sliding_attention
-
-_FULL_OR_SLIDING = {"full_attention": full_attention, "sliding_attention": sliding_attention}
-
-
-def _has_window(cfg: Config) -> bool:
-    switched_on = cfg.get("use_sliding_window", default=True)
-    return bool(switched_on) and cfg.optional_integer("sliding_window") is not None
-
-
-@family(
-    "llama",
-    feed_forward=dense,
-    defaults={"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None},
-    weight_defaults={"vocab_size": 32000, "intermediate_size": 11008},
-)
-def llama(cfg: Config) -> Layers:
-    return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": full_attention})
-
-
-@family(
-    "mistral",
-    feed_forward=dense,
-    defaults={
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    weight_defaults={"vocab_size": 32000, "intermediate_size": 14336},
-    plan_only="not compared with the stock model yet",
-)
-@family(
-    "mixtral",
-    feed_forward=mixtral_experts,
-    defaults={
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": None,
-    },
-    weight_defaults={"vocab_size": 32000, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
-)
-@family(
-    "qwen3_moe",
-    feed_forward=qwen_experts,
-    defaults={
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-    },
-    weight_defaults={
-        "vocab_size": 151936,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    plan_only="not compared with the stock model yet",
-)
-def all_alike(cfg: Config) -> Layers:
-    kind = "sliding_attention" if _has_window(cfg) else "full_attention"
-    return Layers(given_or(cfg, all_layers(cfg, kind)), _FULL_OR_SLIDING)
+from hybridkv.models.family import Layers, every, family, given_or
+from hybridkv.models.feed_forward import dense, gemma3n_feed_forward, llama4_experts, mixtral_experts
+from hybridkv.models.layers import FULL_OR_SLIDING, chunked_attention, full_attention, has_window, keeps_nothing
 
 
 @family(
@@ -115,9 +41,9 @@ def all_alike(cfg: Config) -> Layers:
 )
 def windows_above(cfg: Config) -> Layers:
     """Full attention in the first `max_window_layers`, windows above them."""
-    first = cfg.optional_count("max_window_layers") if _has_window(cfg) else cfg.num_layers
+    first = cfg.optional_count("max_window_layers") if has_window(cfg) else cfg.num_layers
     types = ["sliding_attention" if i >= first else "full_attention" for i in range(cfg.num_layers)]
-    return Layers(given_or(cfg, types), _FULL_OR_SLIDING)
+    return Layers(given_or(cfg, types), FULL_OR_SLIDING)
 
 
 @family(
@@ -186,7 +112,7 @@ def full_among_windows(cfg: Config) -> Layers:
     if cfg.get("use_bidirectional_attention", default=False):
         raise ConfigError(f"{cfg.name} attends in both directions and keeps no cache: choose a causal model")
     types = every(cfg, cfg.integer("sliding_window_pattern"), "full_attention", "sliding_attention")
-    return Layers(given_or(cfg, types), _FULL_OR_SLIDING)
+    return Layers(given_or(cfg, types), FULL_OR_SLIDING)
 
 
 @family(
@@ -221,7 +147,7 @@ def gemma3n(cfg: Config) -> Layers:
     if shared >= cfg.num_layers:
         raise ConfigError(f"config of {cfg.name}: num_kv_shared_layers {shared} leaves none of {cfg.num_layers} layers")
     own = cfg.num_layers - shared
-    return Layers(types[:own] + ["shared_kv"] * shared, {**_FULL_OR_SLIDING, "shared_kv": keeps_nothing})
+    return Layers(types[:own] + ["shared_kv"] * shared, {**FULL_OR_SLIDING, "shared_kv": keeps_nothing})
 
 
 @family(
@@ -255,53 +181,3 @@ def llama4(cfg: Config) -> Layers:
         raise ConfigError(f"config of {cfg.name}: no_rope_layers has {len(types)} entries for {cfg.num_layers} layers")
     makers = {"chunked_attention": chunked_attention, "full_attention": full_attention}
     return Layers(given_or(cfg, types), makers)
-
-
-@family(
-    "deepseek_v2",
-    feed_forward=deepseek_experts,
-    defaults={
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-    },
-    weight_defaults={
-        "vocab_size": 102400,
-        "intermediate_size": 11008,
-        "moe_intermediate_size": 1407,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 0,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-    plan_only="not compared with the stock model yet",
-)
-@family(
-    "deepseek_v3",
-    feed_forward=deepseek_experts,
-    defaults={
-        "hidden_size": 7168,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-    },
-    weight_defaults={
-        "vocab_size": 129280,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-)
-def deepseek(cfg: Config) -> Layers:
-    return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": latent_attention})

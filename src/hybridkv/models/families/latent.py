@@ -1,0 +1,58 @@
+"""Families whose layers all keep latents (MLA)."""
+
+from __future__ import annotations
+
+from hybridkv.models.config import Config
+from hybridkv.models.family import Layers, all_layers, family, given_or
+from hybridkv.models.feed_forward import deepseek_experts
+from hybridkv.models.layers import latent_attention
+
+
+@family(
+    "deepseek_v2",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 102400,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    plan_only="not compared with the stock model yet",
+)
+@family(
+    "deepseek_v3",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 129280,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+)
+def deepseek(cfg: Config) -> Layers:
+    return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": latent_attention})
