@@ -41,8 +41,7 @@ _MLA: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
-_DEEPSEEK: dict[str, Any] = {
-    "q_lora_rank": 24,
+_GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -50,6 +49,7 @@ _DEEPSEEK: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+_DEEPSEEK: dict[str, Any] = {"q_lora_rank": 24, **_GROUPED_EXPERTS}
 
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -83,6 +83,55 @@ _SIZES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 16},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 16},
+    "exaone_moe": {"num_hidden_layers": 4, "sliding_window": 16, "n_group": 2, "topk_group": 1, **_MOE},
+    "afmoe": {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "sliding_window": 16,
+        "num_shared_experts": 1,
+        "mup_enabled": True,
+        **_MOE,
+    },
+    "kolibri1": {
+        "num_hidden_layers": 5,
+        "head_dim": 24,
+        "sliding_window": 16,
+        "shared_expert_intermediate_size": 48,
+        **_MOE,
+    },
+    "glm4_moe": {"num_hidden_layers": 3, "head_dim": 24, "use_qk_norm": True, **_GROUPED_EXPERTS},
+    "minimax_m2": {"num_hidden_layers": 2, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": {"num_hidden_layers": 3, "head_dim": 24, **_MOE},
+    "dots1": {
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "max_window_layers": 2,
+        "n_shared_experts": 1,
+        **_GROUPED_EXPERTS,
+    },
+    "ernie4_5_moe": {
+        "num_hidden_layers": 4,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_interval": 2,
+    },
+    "hunyuan_v1_moe": {"num_hidden_layers": 2, "head_dim": 24, "num_experts": 4, "moe_topk": 2},
+    "olmoe": {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4": {"num_hidden_layers": 2, "head_dim": 24},
+    "olmo2": {"num_hidden_layers": 2},
+    "cohere": {"num_hidden_layers": 2, "use_qk_norm": True},
+    "seed_oss": {"num_hidden_layers": 2, "head_dim": 24},
+    "ernie4_5": {"num_hidden_layers": 2, "head_dim": 24},
+    "hunyuan_v1_dense": {"num_hidden_layers": 2, "head_dim": 24},
+    "stablelm": {"num_hidden_layers": 2, "qk_layernorm": True},
+    "arcee": {"num_hidden_layers": 2},
+    "nemotron": {"num_hidden_layers": 2},
+    "gemma": {"num_hidden_layers": 2, "head_dim": 24},
+    "starcoder2": {"num_hidden_layers": 2, "sliding_window": 16, "use_bias": False},
     "llama4_text": {
         "num_hidden_layers": 8,
         "head_dim": 24,

@@ -101,7 +101,32 @@ FAMILIES: dict[str, Family] = {
 # HYBRIDKV_FAMILIES=all through every test.
 KIN: dict[str, Family] = {
     "qwen2": _windowed("qwen2", 24, use_sliding_window=True, max_window_layers=1),
-    "mixtral": Family("mixtral", _LOCAL_EXPERTS, experts=True),
+    "mixtral": Family("mixtral", _LOCAL_EXPERTS, experts=True, branch_scale=2.0),
+    "cohere2": _windowed("cohere2", 24, logit_scale=0.9),
+    "exaone4": _windowed("exaone4", 24),
+    "exaone_moe": _windowed("exaone_moe", 24, experts=True, num_hidden_layers=8, **_EXPERTS),
+    "afmoe": _windowed("afmoe", 24, experts=True, branch_scale=2.0, **_EXPERTS),
+    "kolibri1": _windowed("kolibri1", 25, experts=True, **_EXPERTS),
+    "glm4_moe": Family("glm4_moe", {"num_hidden_layers": 4}, experts=True, branch_scale=2.0),
+    "minimax_m2": Family("minimax_m2", _LOCAL_EXPERTS, experts=True, branch_scale=2.0),
+    "hy_v3": Family("hy_v3", _EXPERTS, experts=True),
+    "dots1": _windowed("dots1", 24, experts=True),
+    "ernie4_5_moe": Family("ernie4_5_moe", {"moe_num_experts": 8}, experts=True),
+    "hunyuan_v1_moe": Family("hunyuan_v1_moe", {"num_experts": 8}, experts=True, branch_scale=2.0),
+    "olmoe": Family("olmoe", _EXPERTS, experts=True),
+    "phimoe": Family("phimoe", _LOCAL_EXPERTS, experts=True, branch_scale=2.0),
+    "glm4": Family("glm4"),
+    "olmo2": Family("olmo2"),
+    "cohere": Family("cohere", {"logit_scale": 0.9}),
+    "seed_oss": Family("seed_oss"),
+    "ernie4_5": Family("ernie4_5"),
+    "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
+    "stablelm": Family("stablelm", {"qk_layernorm": False}),
+    "arcee": Family("arcee"),
+    # Fresh norms of Nemotron multiply by two: a large epsilon takes some of it back.
+    "nemotron": Family("nemotron", {"norm_eps": 1.0}),
+    "gemma": Family("gemma", {"num_hidden_layers": 3}, branch_scale=2.0),
+    "starcoder2": Family("starcoder2", {"use_bias": True, "sliding_window": None}),
 }
 
 NOT_INSTALLED = {name for name, family in (FAMILIES | KIN).items() if not is_installed(family.model_type)}

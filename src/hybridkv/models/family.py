@@ -106,6 +106,12 @@ def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
+def check_causal(cfg: Config) -> None:
+    """Refuse a model whose tokens see those after them."""
+    if cfg.get("use_bidirectional_attention", default=False):
+        raise ConfigError(f"{cfg.name} attends in both directions and keeps no cache: choose a causal model")
+
+
 def given_or(cfg: Config, default: Sequence[str]) -> Sequence[str]:
     """The config's own list of layer types, or `default`: in both cases one for each layer."""
     given = cfg.strings("layer_types", "layers_block_type")

@@ -34,11 +34,17 @@ def _mlp(cfg: Config, inner: int, matrices: int = 3) -> Weights:
     return Weights.dense(matrices * cfg.integer("hidden_size") * inner)
 
 
-def _experts(cfg: Config, experts: int, inner: int, *, width: int | None = None, matrices: int = 3) -> Weights:
-    """Routed experts and their router; `width` is what an expert reads and writes, the hidden size by default."""
+def _experts(
+    cfg: Config, experts: int, inner: int, *, chosen: int | None = None, width: int | None = None, matrices: int = 3
+) -> Weights:
+    """Routed experts and their router.
+
+    `chosen`: experts of a token, by default `num_experts_per_tok`. `width`: what an expert reads and writes, by default
+    the hidden size.
+    """
     hidden = cfg.integer("hidden_size")
     expert = matrices * (width or hidden) * inner
-    chosen = min(experts, cfg.integer("num_experts_per_tok", "num_experts_per_token"))
+    chosen = min(experts, chosen or cfg.integer("num_experts_per_tok", "num_experts_per_token"))
     return Weights(chosen * expert, experts * expert) + Weights.dense(hidden * experts)
 
 
@@ -48,6 +54,10 @@ def no_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:
 
 def dense(cfg: Config, layer: int, kind: str) -> Weights:
     return _mlp(cfg, cfg.integer("intermediate_size"))
+
+
+def ungated(cfg: Config, layer: int, kind: str) -> Weights:
+    return _mlp(cfg, cfg.integer("intermediate_size"), matrices=2)
 
 
 def mixtral_experts(cfg: Config, layer: int, kind: str) -> Weights:
@@ -80,12 +90,31 @@ def deepseek_experts(cfg: Config, layer: int, kind: str) -> Weights:
 
 def kimi_experts(cfg: Config, layer: int, kind: str) -> Weights:
     kinds = cfg.strings("mlp_layer_types")
-    is_dense = kinds[layer] == "dense" if kinds else layer < cfg.optional_count("first_k_dense_replace")
+    first = cfg.optional_count("first_k_dense_replace", "num_dense_layers")
+    is_dense = kinds[layer] == "dense" if kinds else layer < first
     if is_dense:
         return dense(cfg, layer, kind)
     inner = cfg.integer("moe_intermediate_size")
     routed = _experts(cfg, cfg.integer("num_experts", "num_local_experts"), inner)
     return routed + _mlp(cfg, inner * cfg.optional_count("num_shared_experts", "n_shared_experts"))
+
+
+def ernie_experts(cfg: Config, layer: int, kind: str) -> Weights:
+    first, last = cfg.optional_count("moe_layer_start_index"), cfg.get("moe_layer_end_index")
+    is_between = first <= layer and (last == -1 or layer <= last)
+    if not is_between or (layer + 1) % cfg.integer("moe_layer_interval"):
+        return dense(cfg, layer, kind)
+    inner = cfg.integer("moe_intermediate_size")
+    routed = _experts(cfg, cfg.integer("moe_num_experts"), inner, chosen=cfg.integer("moe_k"))
+    return routed + _mlp(cfg, inner * cfg.optional_count("moe_num_shared_experts"))
+
+
+def hunyuan_experts(cfg: Config, layer: int, kind: str) -> Weights:
+    """The shared expert is as large as a routed one. Layers may choose different numbers of experts."""
+    given = cfg.get("moe_topk")
+    chosen = cfg.integers("moe_topk")[layer] if isinstance(given, list) else cfg.integer("moe_topk")
+    routed = _experts(cfg, cfg.integer("num_experts"), cfg.integer("intermediate_size"), chosen=chosen)
+    return routed + dense(cfg, layer, kind)
 
 
 def gemma3n_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:

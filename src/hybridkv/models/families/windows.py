@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
-from hybridkv.models.family import Layers, every, family, given_or
+from hybridkv.models.family import Layers, check_causal, every, family, given_or
 from hybridkv.models.feed_forward import dense, gemma3n_feed_forward, llama4_experts, mixtral_experts
 from hybridkv.models.layers import FULL_OR_SLIDING, chunked_attention, full_attention, has_window, keeps_nothing
 
@@ -109,8 +109,7 @@ def windows_above(cfg: Config) -> Layers:
     plan_only="not compared with the stock model yet",
 )
 def full_among_windows(cfg: Config) -> Layers:
-    if cfg.get("use_bidirectional_attention", default=False):
-        raise ConfigError(f"{cfg.name} attends in both directions and keeps no cache: choose a causal model")
+    check_causal(cfg)
     types = every(cfg, cfg.integer("sliding_window_pattern"), "full_attention", "sliding_attention")
     return Layers(given_or(cfg, types), FULL_OR_SLIDING)
 
