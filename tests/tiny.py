@@ -141,6 +141,10 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
     "deepseek_v3": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
+    "glm4_moe_lite": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
+    "mistral4": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
+    "minicpm3": {"num_hidden_layers": 3, "q_lora_rank": 24, **_MLA},
+    "axk1": {"num_hidden_layers": 3, **_MLA, **_DEEPSEEK},
     "qwen3_next": {"num_hidden_layers": 8, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
     "qwen3_5_text": {"num_hidden_layers": 8, **_DELTA},
     "qwen3_5_moe_text": {"num_hidden_layers": 8, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
@@ -165,6 +169,18 @@ _SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         **_MLA,
     },
+    "bailing_hybrid": {
+        "num_hidden_layers": 4,
+        "head_dim": 12,
+        "layer_group_size": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        **_MLA,
+    },
     "minimax": {"num_hidden_layers": 4, "head_dim": 24, "num_local_experts": 2},
     "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {
@@ -173,6 +189,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         **_MOE,
     },
+    "lfm3": {"num_hidden_layers": 6, "head_dim": 24, "sliding_window": 16},
     "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 128, **_MAMBA},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA},
     "granitemoehybrid": {
@@ -213,6 +230,8 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "chunk_size": 16,
     },
+    "mamba": {"num_hidden_layers": 3, "state_size": 24, "intermediate_size": 128},
+    "falcon_mamba": {"num_hidden_layers": 3, "state_size": 24, "expand": 3, "intermediate_size": 160},
 }
 
 
@@ -230,3 +249,10 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])(**{**_BASE, **TINY[model_type], **overrides})
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model of `config`: some are listed as multimodal models only."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

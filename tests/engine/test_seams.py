@@ -35,7 +35,12 @@ NAMES = {
     "zamba2": {"causal_conv1d_fn", "mamba2_chunk_scan"},
     "mamba2": {"causal_conv1d_fn", "mamba2_chunk_scan"},
     "jamba": {"causal_conv1d_fn", "mamba_selective_scan"},
+    "mamba": {"causal_conv1d_fn", "mamba_selective_scan"},
+    "falcon_mamba": {"causal_conv1d_fn", "mamba_selective_scan"},
+    "bailing_hybrid": {"causal_conv1d_fn", "chunk_kimi_delta_attention"},
     "lfm2": {"causal_conv1d_fn"},
+    "lfm2_moe": {"causal_conv1d_fn"},
+    "lfm3": {"causal_conv1d_fn"},
 }
 
 
@@ -60,8 +65,8 @@ def test_the_functions_we_stand_in_for_are_there_and_no_others(family: str) -> N
 def test_forward_takes_what_the_runner_gives(family: str) -> None:
     accepted = inspect.signature(build(family).forward).parameters
     assert "logits_to_keep" in accepted
-    assert ("cache_params" if family == "mamba2" else "past_key_values") in accepted
-    assert ("position_ids" in accepted) == (family != "mamba2")
+    assert ("past_key_values" if ALL[family].attention else "cache_params") in accepted
+    assert ("position_ids" in accepted) == ALL[family].attention
 
 
 @pytest.mark.parametrize("family", ALL)

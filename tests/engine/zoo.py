@@ -16,7 +16,7 @@ import torch
 
 from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
-from tests.tiny import is_installed, tiny_config
+from tests.tiny import auto_class, is_installed, tiny_config
 
 VOCAB_SIZE = 320  # a byte-level tokenizer needs 256 and a few more
 FIRST_PLAIN_TOKEN = 4  # below: padding, begin, end, and the start of a chat message
@@ -97,6 +97,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", experts=True),
 }
 
+# Positions 24, 48 ... change how much queries count.
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+
 # Each keeps what one of the families above keeps. `test_kin` takes them along the main paths, and
 # HYBRIDKV_FAMILIES=all through every test.
 KIN: dict[str, Family] = {
@@ -127,6 +138,16 @@ KIN: dict[str, Family] = {
     "nemotron": Family("nemotron", {"norm_eps": 1.0}),
     "gemma": Family("gemma", {"num_hidden_layers": 3}, branch_scale=2.0),
     "starcoder2": Family("starcoder2", {"use_bias": True, "sliding_window": None}),
+    "deepseek_v2": Family("deepseek_v2", experts=True),
+    "glm4_moe_lite": Family("glm4_moe_lite", experts=True),
+    "mistral4": Family("mistral4", {"rope_parameters": _MISTRAL4_ROPE}, experts=True),
+    "minicpm3": Family("minicpm3", {"dim_model_base": 56}),
+    "axk1": Family("axk1", experts=True),
+    "bailing_hybrid": _linear("bailing_hybrid", experts=True),
+    "lfm2_moe": Family("lfm2_moe", _EXPERTS, conv=True, experts=True),
+    "lfm3": Family("lfm3", {"sliding_window": 24}, window=24, conv=True),
+    "mamba": Family("mamba", attention=False, recurrent=True, conv=True, rotary=False),
+    "falcon_mamba": Family("falcon_mamba", attention=False, recurrent=True, conv=True, rotary=False),
 }
 
 NOT_INSTALLED = {name for name, family in (FAMILIES | KIN).items() if not is_installed(family.model_type)}
@@ -146,9 +167,7 @@ def family_config(name: str, **overrides: Any) -> Any:
 
 def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
     """A new model of `config`, float32, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     fill_weights(model, seed, branch_scale)
     return by_torch(model)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from hybridkv.models import load_model, read_config
 from hybridkv.models.family import FAMILIES, OLDEST_TRANSFORMERS
 from hybridkv.spec import ChunkedLocal, FullAttention, LatentAttention, LayerSpec, LinearState, SlidingWindow
-from tests.tiny import TINY, is_installed, tiny_config
+from tests.tiny import TINY, auto_class, is_installed, tiny_config
 
 NUM_TOKENS = 40
 Shapes = dict[str, tuple[int, ...]]
@@ -45,7 +45,7 @@ def test_a_record_knows_whether_a_release_has_its_model(release: str, expected: 
 def test_specs_describe_the_cache_of_the_real_model(model_type: str) -> None:
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    model = AutoModelForCausalLM.from_config(config).eval().float()
+    model = auto_class(config).from_config(config).eval().float()
     with torch.no_grad():
         output = model(torch.arange(NUM_TOKENS)[None] % config.vocab_size, use_cache=True)
     cache = output.get("past_key_values")

@@ -43,7 +43,7 @@ class Family:
     weight_defaults: Mapping[str, Any]
     """The same of fields that say how many weights there are. Apart, because a catalogue entry that leaves one of these
     out is incomplete, and must not be completed with the size of some other member of its family."""
-    attention_weights: Callable[[Config, LayerSpec], int] = mixer_weights.plain_attention
+    attention_weights: Callable[[Config, LayerSpec], int] = mixer_weights.attention
     state_weights: Callable[[Config, LinearState], int] = mixer_weights.by_kept_parts
     around: Callable[[Config, Sequence[str], Sequence[LayerSpec]], Weights] = mixer_weights.nothing_around
     """Weights beside those of the layers: from the config, the types of the layers and their specs."""

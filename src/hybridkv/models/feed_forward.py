@@ -81,22 +81,23 @@ def llama4_experts(cfg: Config, layer: int, kind: str) -> Weights:
 
 
 def deepseek_experts(cfg: Config, layer: int, kind: str) -> Weights:
-    if layer < cfg.optional_count("first_k_dense_replace"):
+    """A dense MLP, or routed experts beside experts that serve every token."""
+    if _is_dense(cfg, layer):
         return dense(cfg, layer, kind)
     inner = cfg.integer("moe_intermediate_size")
     experts = cfg.integer("n_routed_experts", "num_experts", "num_local_experts")
-    return _experts(cfg, experts, inner) + _mlp(cfg, inner * cfg.optional_count("n_shared_experts"))
+    return _experts(cfg, experts, inner) + _mlp(
+        cfg, inner * cfg.optional_count("n_shared_experts", "num_shared_experts")
+    )
 
 
-def kimi_experts(cfg: Config, layer: int, kind: str) -> Weights:
+def _is_dense(cfg: Config, layer: int) -> bool:
+    """A list by layer goes before the number of dense layers at the start."""
     kinds = cfg.strings("mlp_layer_types")
-    first = cfg.optional_count("first_k_dense_replace", "num_dense_layers")
-    is_dense = kinds[layer] == "dense" if kinds else layer < first
-    if is_dense:
-        return dense(cfg, layer, kind)
-    inner = cfg.integer("moe_intermediate_size")
-    routed = _experts(cfg, cfg.integer("num_experts", "num_local_experts"), inner)
-    return routed + _mlp(cfg, inner * cfg.optional_count("num_shared_experts", "n_shared_experts"))
+    if kinds is not None:
+        return kinds[layer] == "dense"
+    step = cfg.optional_integer("moe_layer_freq") or 1
+    return layer < cfg.optional_count("first_k_dense_replace", "num_dense_layers") or layer % step > 0
 
 
 def ernie_experts(cfg: Config, layer: int, kind: str) -> Weights:

@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from hybridkv.errors import ConfigError
 from hybridkv.models.config import Config
 from hybridkv.models.feed_forward import NONE, Weights
-from hybridkv.spec import LayerSpec, LinearState, Part
+from hybridkv.spec import LatentAttention, LayerSpec, LinearState, Part
 
 # --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(cfg: Config, spec: LayerSpec) -> int:
+    """Attention to keys and values, or to latents."""
+    return latent_attention(cfg) if isinstance(spec, LatentAttention) else plain_attention(cfg, spec)
 
 
 def plain_attention(cfg: Config, spec: LayerSpec) -> int:
@@ -27,6 +32,12 @@ def gated_attention(cfg: Config, spec: LayerSpec) -> int:
     return plain_attention(cfg, spec) + (gate if cfg.get("attn_output_gate", default=True) else 0)
 
 
+def gated_heads(cfg: Config, spec: LayerSpec) -> int:
+    """One gate for the output of each head, unless the config says no."""
+    gate = cfg.integer("hidden_size") * cfg.integer("num_attention_heads")
+    return attention(cfg, spec) + (gate if cfg.get("use_attention_gate", default=True) else 0)
+
+
 def counted_apart(cfg: Config, spec: LayerSpec) -> int:
     """Attention that several layers share: `Family.around` counts it."""
     return 0
@@ -34,7 +45,11 @@ def counted_apart(cfg: Config, spec: LayerSpec) -> int:
 
 def latent_head_dims(cfg: Config) -> tuple[int, int]:
     """Of MLA: what a query head and a value head of one token have when they are written out."""
-    return cfg.integer("qk_nope_head_dim") + cfg.integer("qk_rope_head_dim"), cfg.integer("v_head_dim")
+    if cfg.get("v_head_dim") is None:
+        value_dim = cfg.quotient(cfg.integer("hidden_size"), "num_attention_heads", "hidden_size")
+    else:
+        value_dim = cfg.integer("v_head_dim")
+    return cfg.integer("qk_nope_head_dim") + cfg.integer("qk_rope_head_dim"), value_dim
 
 
 def latent_attention(cfg: Config) -> int:
@@ -81,6 +96,13 @@ def kimi_delta_rule(cfg: Config, spec: LinearState) -> int:
     return _convolution(conv) + hidden * (4 * inner + heads) + 2 * columns * (hidden + inner)
 
 
+def full_kimi_delta_rule(cfg: Config, spec: LinearState) -> int:
+    """Two gates, without a bottleneck."""
+    conv, state = spec.parts
+    heads, _, columns = state.shape
+    return _convolution(conv) + cfg.integer("hidden_size") * heads * (6 * columns + 1)
+
+
 def _gated_scan(cfg: Config, conv: Part, inner: int, scalars: int) -> int:
     hidden = cfg.integer("hidden_size")
     return _convolution(conv) + hidden * (conv.shape[0] + inner + scalars) + inner * hidden
@@ -98,8 +120,8 @@ def _lightning(cfg: Config, state: Part) -> int:
 
 def _mamba1(cfg: Config, channels: int, state: int) -> int:
     hidden = cfg.integer("hidden_size")
-    given = cfg.get("mamba_dt_rank", default="auto")
-    rank = -(-hidden // 16) if given in ("auto", None) else cfg.integer("mamba_dt_rank")
+    given = cfg.get("mamba_dt_rank", "time_step_rank", default="auto")
+    rank = -(-hidden // 16) if given in ("auto", None) else cfg.integer("mamba_dt_rank", "time_step_rank")
     return channels * (3 * hidden + (rank + 2 * state) + rank + state)
 
 

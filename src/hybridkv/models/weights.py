@@ -12,8 +12,7 @@ from math import prod
 from hybridkv.models.config import Config
 from hybridkv.models.family import FAMILIES
 from hybridkv.models.feed_forward import NONE, Weights
-from hybridkv.models.mixer_weights import latent_attention
-from hybridkv.spec import LatentAttention, LayerSpec, LinearState
+from hybridkv.spec import LayerSpec, LinearState
 
 
 def layer_weights(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
@@ -39,7 +38,7 @@ def _mixer(cfg: Config, spec: LayerSpec) -> int:
     family = FAMILIES[cfg.model_type]
     if isinstance(spec, LinearState):
         return family.state_weights(cfg, spec)
-    return latent_attention(cfg) if isinstance(spec, LatentAttention) else family.attention_weights(cfg, spec)
+    return family.attention_weights(cfg, spec)
 
 
 def state_elements(spec: LayerSpec) -> int:

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hybridkv.engine.loading.families import check_supported
@@ -187,7 +196,7 @@ def _from_checkpoint(
         if wanted == "auto" and _is_emulated(config, device):
             LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
             wanted = torch.float32
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=wanted,
@@ -212,6 +221,13 @@ def _from_checkpoint(
     if missing:  # transformers would fill them with random numbers and continue
         raise ConfigError(f"cannot load {path!r}: it lacks {len(missing)} weights, such as {missing[0]}; get them all")
     return model
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that makes the model: some are listed as multimodal models only."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def _own_config(config: PretrainedConfig, path: str) -> PretrainedConfig:

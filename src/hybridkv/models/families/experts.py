@@ -6,7 +6,7 @@ from hybridkv.models.config import Config
 from hybridkv.models.families.uniform import all_alike, llama
 from hybridkv.models.families.windows import windows_above
 from hybridkv.models.family import Layers, family
-from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyuan_experts, kimi_experts, mixtral_experts
+from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyuan_experts, mixtral_experts
 
 
 @family(
@@ -42,7 +42,7 @@ from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyua
 )
 @family(
     "hy_v3",
-    feed_forward=kimi_experts,
+    feed_forward=deepseek_experts,
     defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 80,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, family, given_or
-from hybridkv.models.feed_forward import deepseek_experts
+from hybridkv.models.feed_forward import deepseek_experts, dense
 from hybridkv.models.layers import latent_attention
 
 
@@ -29,7 +29,6 @@ from hybridkv.models.layers import latent_attention
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     },
-    plan_only="not compared with the stock model yet",
 )
 @family(
     "deepseek_v3",
@@ -49,6 +48,94 @@ from hybridkv.models.layers import latent_attention
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+)
+@family(
+    "glm4_moe_lite",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 154880,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+)
+@family(
+    "mistral4",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 131072,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+)
+@family(
+    "minicpm3",
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 2560,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 40,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+    },
+    weight_defaults={
+        "vocab_size": 73448,
+        "intermediate_size": 6400,
+        "tie_word_embeddings": True,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": None,
+    },
+)
+@family(
+    "axk1",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 163840,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 192,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,

@@ -9,8 +9,8 @@ from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, every, family, given_or, where
 from hybridkv.models.feed_forward import (
+    deepseek_experts,
     dense,
-    kimi_experts,
     lfm2_experts,
     lfm2_feed_forward,
     mixtral_experts,
@@ -147,7 +147,7 @@ def _olmo_delta_net(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
 
 @family(
     "kimi_linear",
-    feed_forward=kimi_experts,
+    feed_forward=deepseek_experts,
     defaults={
         "hidden_size": 2304,
         "num_hidden_layers": 27,
@@ -194,6 +194,47 @@ def kimi_linear(cfg: Config) -> Layers:
             )
         types = where(cfg, [layer - 1 for layer in full], "full_attention", "linear_attention")
     return Layers(given_or(cfg, types), {"full_attention": latent_attention, "linear_attention": kimi_delta})
+
+
+@family(
+    "bailing_hybrid",
+    feed_forward=deepseek_experts,
+    defaults={
+        "hidden_size": 2560,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "short_conv_kernel_size": 4,
+        "layer_group_size": 6,
+    },
+    weight_defaults={
+        "vocab_size": 157184,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 512,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 2,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    attention_weights=mixer_weights.gated_heads,
+    state_weights=mixer_weights.full_kimi_delta_rule,
+)
+def bailing_hybrid(cfg: Config) -> Layers:
+    types = every(cfg, cfg.integer("layer_group_size"), "full_attention", "linear_attention")
+    makers = {"full_attention": latent_attention, "linear_attention": _bailing_delta}
+    return Layers(given_or(cfg, types), makers)
+
+
+def _bailing_delta(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """transformers saves `head_dim` as the width of rotary keys, and that of states under a name of its own."""
+    heads = cfg.optional_integer("linear_num_heads") or cfg.integer("num_attention_heads")
+    dim = cfg.optional_integer("linear_head_dim") or cfg.integer("head_dim")
+    kernel = cfg.optional_integer("linear_conv_kernel_dim") or cfg.integer("short_conv_kernel_size")
+    return delta_rule(cfg, layer, heads, heads, dim, dim, kernel)
 
 
 @family(
@@ -260,10 +301,32 @@ def lfm2(cfg: Config) -> Layers:
         "num_dense_layers": 2,
         "tie_word_embeddings": True,
     },
-    plan_only="not compared with the stock model yet",
 )
 def lfm2_moe(cfg: Config) -> Layers:
     types = cfg.strings("layer_types")
     if types is None:
         raise ConfigError(f"config of {cfg.name} (lfm2_moe) has no layer_types: add them to config.json")
     return Layers(given_or(cfg, types), {"full_attention": full_attention, "conv": short_conv})
+
+
+@family(
+    "lfm3",
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+    },
+    weight_defaults={"vocab_size": 128000, "intermediate_size": 7680, "tie_word_embeddings": True},
+    attention_weights=mixer_weights.gated_heads,
+)
+def lfm3(cfg: Config) -> Layers:
+    """Attention in every other layer, to everything and to a window in turn; the first layer is a convolution."""
+    types = ["sliding_attention", "conv", "full_attention", "conv"] * (cfg.num_layers // 4 + 1)
+    types = ["conv", *types[1 : cfg.num_layers]]
+    makers = {"full_attention": full_attention, "sliding_attention": sliding_attention, "conv": short_conv}
+    return Layers(given_or(cfg, types), makers)

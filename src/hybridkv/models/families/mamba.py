@@ -24,6 +24,9 @@ _BAMBA: dict[str, Any] = {
     "mamba_expand": 2,
 }
 
+_MAMBA1: dict[str, Any] = {"hidden_size": 768, "num_hidden_layers": 32, "state_size": 16, "conv_kernel": 4, "expand": 2}
+_MAMBA1_WEIGHTS: dict[str, Any] = {"vocab_size": 50280, "tie_word_embeddings": True}
+
 
 def _bamba_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
     """Mamba-2 under the field names that Bamba, Granite and Falcon-H1 share."""
@@ -262,3 +265,17 @@ def _mamba2_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
         state=cfg.integer("state_size"),
         kernel=cfg.integer("conv_kernel"),
     )
+
+
+@family("mamba", feed_forward=no_feed_forward, defaults=_MAMBA1, weight_defaults=_MAMBA1_WEIGHTS)
+@family("falcon_mamba", feed_forward=no_feed_forward, defaults=_MAMBA1, weight_defaults=_MAMBA1_WEIGHTS)
+def mamba1_only(cfg: Config) -> Layers:
+    """States alone, as in Mamba-2."""
+    return Layers(all_layers(cfg, "linear_attention"), {"linear_attention": _mamba1_mixer})
+
+
+def _mamba1_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
+    """Published configs may state an inner size that is no multiple of `hidden_size`: it goes before `expand`."""
+    stated = cfg.optional_integer("intermediate_size")
+    channels = stated or cfg.integer("expand") * cfg.integer("hidden_size")
+    return mamba1(cfg, layer, channels, cfg.integer("state_size"), cfg.integer("conv_kernel"))

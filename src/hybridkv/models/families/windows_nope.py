@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, every, family, given_or
-from hybridkv.models.feed_forward import dense, kimi_experts, qwen_experts
+from hybridkv.models.feed_forward import deepseek_experts, dense, qwen_experts
 from hybridkv.models.layers import FULL_OR_SLIDING, has_window
 
 
@@ -48,7 +48,7 @@ def cohere2(cfg: Config) -> Layers:
 )
 @family(
     "exaone_moe",
-    feed_forward=kimi_experts,
+    feed_forward=deepseek_experts,
     defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -76,7 +76,7 @@ def exaone(cfg: Config) -> Layers:
 
 @family(
     "afmoe",
-    feed_forward=kimi_experts,
+    feed_forward=deepseek_experts,
     defaults={
         "hidden_size": 2048,
         "num_hidden_layers": 32,
