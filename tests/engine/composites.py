@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
-from tests.engine.zoo import FAMILIES, NOT_INSTALLED, family_config
+from tests.engine.zoo import ALL, NOT_INSTALLED, family_config
 
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
@@ -45,6 +46,24 @@ _LLAMA4_VISION: dict[str, Any] = {
     "projector_input_dim": 64,
     "projector_output_dim": 64,
 }
+_KIMI_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _AUDIO: dict[str, Any] = {
     "hidden_size": 32,
     "conf_num_attention_heads": 2,
@@ -61,15 +80,30 @@ _AROUND: dict[str, dict[str, Any]] = {
     "qwen3_5": {"vision_config": _QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
     "llama4": {"vision_config": _LLAMA4_VISION, "image_token_index": 319},
     "gemma3n": {"audio_config": _AUDIO, "vision_config": _VISION_TOKENS},
+    "deepseek_v3": {
+        "wrapper": "kimi_k25",
+        "vision_config": _KIMI_VISION,
+        "projection_hidden_size": 32,
+        "image_token_id": 319,
+        "video_token_id": 318,
+        "tie_word_embeddings": False,
+    },
+    "mistral4": {"wrapper": "mistral3", "vision_config": _PIXTRAL, "image_token_index": 319},
 }
-COMPOSITES = {name: parts for name, parts in _AROUND.items() if name not in NOT_INSTALLED}
+"""Composites by the family in them. `wrapper`: their model type where it is another."""
+COMPOSITES = {
+    name: parts
+    for name, parts in _AROUND.items()
+    if name not in NOT_INSTALLED and parts.get("wrapper", name) in CONFIG_MAPPING_NAMES
+}
 
 
 def composite_config(name: str) -> Any:
     """The config of a tiny composite model: the family's text config inside it."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[name](text_config=family_config(name).to_dict(), **COMPOSITES[name])
+    fields = {"wrapper": name, **COMPOSITES[name]}
+    return CONFIG_MAPPING[fields.pop("wrapper")](text_config=family_config(name).to_dict(), **fields)
 
 
 @contextlib.contextmanager
@@ -92,5 +126,5 @@ def build_composite(name: str, seed: int = 0) -> Any:
 
     with no_timm():
         model = AutoModelForImageTextToText.from_config(composite_config(name), dtype=torch.float32).eval()
-    fill_weights(model, seed, FAMILIES[name].branch_scale)
+    fill_weights(model, seed, ALL[name].branch_scale)
     return by_torch(model)

@@ -21,6 +21,7 @@ from tests.engine.composites import COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
 from tests.engine.reference import by_torch
 from tests.engine.zoo import VOCAB_SIZE, build, fresh, oracle_logits, prompt
+from tests.tiny import auto_class
 
 NOISE = 2e-5
 
@@ -30,12 +31,13 @@ def moved(a: Any, b: Any) -> float:
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_a_composite_checkpoint_loads_as_a_causal_model(name: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache
+def test_a_composite_checkpoint_loads_with_its_language_model(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, DynamicCache
 
     save_checkpoint(name, tmp_path, composite=True)
     with no_timm():
-        loaded = by_torch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+        auto = auto_class(AutoConfig.from_pretrained(tmp_path))
+        loaded = by_torch(auto.from_pretrained(tmp_path, dtype=torch.float32).eval())
     tokens = prompt(40)
     with torch.inference_mode():
         kept = loaded(

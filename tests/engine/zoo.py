@@ -141,7 +141,7 @@ KIN: dict[str, Family] = {
     "deepseek_v2": Family("deepseek_v2", experts=True),
     "glm4_moe_lite": Family("glm4_moe_lite", experts=True),
     "mistral4": Family("mistral4", {"rope_parameters": _MISTRAL4_ROPE}, experts=True),
-    "minicpm3": Family("minicpm3", {"dim_model_base": 56}),
+    "minicpm3": Family("minicpm3", {"dim_model_base": 56, "scale_emb": 3, "scale_depth": 2.1}),
     "axk1": Family("axk1", experts=True),
     "bailing_hybrid": _linear("bailing_hybrid", experts=True),
     "lfm2_moe": Family("lfm2_moe", _EXPERTS, conv=True, experts=True),
