@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.errors import RequestError
 from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
-from tests.engine.zoo import FAMILIES, family_config, make, prompt
+from tests.engine.zoo import ALL, family_config, make, prompt
 
 
 def rope(kind: str, **fields: Any) -> dict[str, Any]:
@@ -26,6 +26,11 @@ LONGROPE = {
     "original_max_position_embeddings": 96,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)],
+}
+SHORT_LONGROPE = {
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + 0.1 * i for i in range(4)],
+    "long_factor": [2.0 + i for i in range(4)],
 }
 MROPE = {"partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 BY_LAYER_TYPE = {
@@ -206,6 +211,50 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2: window, untied": ("starcoder2", {"sliding_window": 24, "tie_word_embeddings": False}),
     "deepseek_v3: no query latents": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 40}),
     "deepseek_v3: yarn": ("deepseek_v3", rope("yarn", mscale=1.0, mscale_all_dim=1.0, **YARN)),
+    "deepseek_v2: groups, no query latents": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "q_lora_rank": None, "attention_bias": True, "v_head_dim": 40},
+    ),
+    "deepseek_v2: yarn": ("deepseek_v2", rope("yarn", mscale=0.707, mscale_all_dim=0.707, **YARN)),
+    "glm4_moe_lite: halves turned": (
+        "glm4_moe_lite",
+        {"rope_interleave": False, "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "mistral4: dense first, halves turned": (
+        "mistral4",
+        {"first_k_dense_replace": 2, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+    ),
+    "minicpm3: longrope": ("minicpm3", rope("longrope", **{**LONGROPE, **SHORT_LONGROPE})),
+    "minicpm3: untied, no query latents": (
+        "minicpm3",
+        {"tie_word_embeddings": False, "q_lora_rank": None, "attention_bias": True, "v_head_dim": None},
+    ),
+    "axk1: every other layer dense, yarn": (
+        "axk1",
+        {"moe_layer_freq": 2, "num_hidden_layers": 4, **rope("yarn", mscale=1.0, mscale_all_dim=1.0, **YARN)},
+    ),
+    "bailing_hybrid: open gate": (
+        "bailing_hybrid",
+        {"kda_safe_gate": False, "short_conv_kernel_size": 3, "attention_bias": True, **rope("yarn", **YARN)},
+    ),
+    "bailing_hybrid: no latents": ("bailing_hybrid", {"layer_types": ["linear_attention"] * 4}),
+    "lfm2_moe: biases, long conv": (
+        "lfm2_moe",
+        {"conv_bias": True, "conv_L_cache": 5, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
+    "lfm3: no gates, no norms": (
+        "lfm3",
+        {"use_attention_gate": False, "use_sandwich_norm": False, "conv_bias": True, "attention_bias": True},
+    ),
+    "lfm3: short conv, no windows": (
+        "lfm3",
+        {"conv_L_cache": 2, "layer_types": ["full_attention", "conv"] * 3, "tie_word_embeddings": False},
+    ),
+    "mamba: biases, untied": (
+        "mamba",
+        {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False, "time_step_rank": 5},
+    ),
+    "falcon_mamba: biases, short conv": ("falcon_mamba", {"use_bias": True, "conv_kernel": 3, "state_size": 16}),
     "deepseek_v3: halves turned": ("deepseek_v3", {"rope_interleave": False, "n_shared_experts": 2}),
 }
 
@@ -213,7 +262,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family in FAMILIES])
 def test_a_variant_gives_what_the_stock_model_gives(variant: str) -> None:
     family, overrides = VARIANTS[variant]
-    model = make(family_config(family, **overrides), branch_scale=FAMILIES[family].branch_scale)
+    model = make(family_config(family, **overrides), branch_scale=ALL[family].branch_scale)
     driver = Driver(model, memory_bytes=memory_for(model, 2, 100), max_num_batched_tokens=40)
     driver.add("long", prompt(90, 1), replace(GREEDY, max_tokens=6))
     driver.add("short", prompt(5, 2), replace(GREEDY, max_tokens=20))

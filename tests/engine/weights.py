@@ -51,6 +51,8 @@ def _softplus_inverse(low: float, high: float) -> Fill:
 BRANCH_END = r"(o_proj|out_proj|down_proj|output_linear|w2)(\.weight)?$|post_\w+norm\.weight$"
 LOGIT_STD = 0.2  # of the weights that make logits; the norm before them makes this a spread of about 1.6
 
+_LEARNED_BUFFERS = r"(e_score_correction|expert)_bias$"
+
 # The first pattern found in a name wins. A token decays the past by exp(-exp(A_log) * softplus(dt + dt_bias)). A delta
 # rule writes with beta, so dt may be small; Mamba writes with dt itself, so there the A is small instead.
 _MAMBA = r"(mamba|mixer)\."
@@ -64,7 +66,7 @@ _RULES: list[tuple[str, Fill]] = [
     (r"sinks$", _normal(0.7, mean=1.0)),
     (r"altup\.\w+_coefs\.weight$", _normal(0.1)),
     (r"correct_output_scale$", _normal(0.2, mean=0.5)),
-    (r"e_score_correction_bias$", _normal(0.1)),
+    (_LEARNED_BUFFERS, _normal(0.1)),
     (r"\.(router|gate)\.weight$", _scaled(2.0)),
     (r"norm\w*\.weight$", _around_old(0.1)),
     (r"lm_head\.weight$", _normal(LOGIT_STD)),
@@ -79,7 +81,7 @@ _RULES: list[tuple[str, Fill]] = [
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
     """Parameters, each once however often it is shared, and the learned tensors that are stored as buffers."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if re.search(_LEARNED_BUFFERS, name))
 
 
 def fill_weights(model: Any, seed: int, branch_scale: float = 1.0) -> None:

@@ -94,6 +94,13 @@ def test_multimodal_configs_are_read_by_their_text_config(wrapper: str) -> None:
     assert read_config({"model_type": wrapper}, name="m").layers == text.layers
 
 
+def test_the_text_of_kimi_k25_is_deepseek_s_under_its_published_name() -> None:
+    text = tiny_config("deepseek_v3").to_dict()
+    whole = {"model_type": "kimi_k25", "text_config": {**text, "model_type": "kimi_k2"}}
+    assert read_config(whole, name="m") == read_config(CONFIG_MAPPING["kimi_k25"](**whole).to_dict(), name="m")
+    assert read_config(whole, name="m").layers == read_config(text, name="m").layers
+
+
 @pytest.mark.parametrize("model_type", sorted(TINY))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_together_keep_the_whole(model_type: str, tp: int) -> None:

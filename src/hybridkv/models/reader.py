@@ -19,6 +19,9 @@ from hybridkv.spec import DType, ModelSpec
 # Sizes tried when we say which tensor-parallel sizes would work.
 _COMMON_TP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
+_RENAMED_TEXT = {"kimi_k2": "deepseek_v3"}
+"""Types of text configs as published -> as transformers reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -111,6 +114,8 @@ def open_config(config: Mapping[str, Any], name: str) -> Config:
         if not isinstance(text, Mapping):
             raise ConfigError(f"config of {name}: text_config is {text!r}, expected an object")
         model_type = text.get("model_type") or f"{outer}_text"
+        if isinstance(model_type, str):
+            model_type = _RENAMED_TEXT.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"{name} is of the unknown model type {model_type!r}: we read {', '.join(sorted(FAMILIES))}")
     stated = next((c[key] for c in (text, config) for key in ("dtype", "torch_dtype") if c.get(key)), None)
