@@ -33,6 +33,9 @@ KINDS_OF_LAYERS = {
     "jamba": 3,
     "zamba2": 3,
     "kimi_linear": 3,
+    "bailing_hybrid": 3,
+    "lfm2_moe": 3,
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "lfm3"), 2),
 } | dict.fromkeys(("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid", "lfm2", "olmo_hybrid", "minimax"), 2)
 """Those of the tiny models; one kind where nothing is said."""
 
