@@ -222,6 +222,7 @@ def kimi_linear(cfg: Config) -> Layers:
     },
     attention_weights=mixer_weights.gated_heads,
     state_weights=mixer_weights.full_kimi_delta_rule,
+    since="5.20",
 )
 def bailing_hybrid(cfg: Config) -> Layers:
     types = every(cfg, cfg.integer("layer_group_size"), "full_attention", "linear_attention")
@@ -323,6 +324,7 @@ def lfm2_moe(cfg: Config) -> Layers:
     },
     weight_defaults={"vocab_size": 128000, "intermediate_size": 7680, "tie_word_embeddings": True},
     attention_weights=mixer_weights.gated_heads,
+    since="5.23",
 )
 def lfm3(cfg: Config) -> Layers:
     """Attention in every other layer, to everything and to a window in turn; the first layer is a convolution."""

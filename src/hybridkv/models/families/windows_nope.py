@@ -119,6 +119,7 @@ def afmoe(cfg: Config) -> Layers:
         "num_experts_per_tok": 6,
         "shared_expert_intermediate_size": 512,
     },
+    since="5.20",
 )
 def kolibri1(cfg: Config) -> Layers:
     return Layers(given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention")), FULL_OR_SLIDING)
