@@ -281,6 +281,10 @@ class ModelSpec:
     """Where the numbers come from, for people to read."""
     verified: bool = True
     """False when the numbers are our own record of a published config that nothing here can check."""
+    num_mtp_layers: int = 0
+    """Number of layers for multi-token prediction whose past is included; their specs follow those of the decoder."""
+    has_record: bool = True
+    """False if hybridkv knows nothing of the model type: the layer types of the config say what is kept."""
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -52,6 +52,9 @@ def plan_command(
     row_layers: Annotated[int, typer.Option(help=ROW_LAYERS_HELP)] = DEFAULT_ROW_LAYERS,
     row_order: RowOrderOption = DEFAULT_ROW_ORDER,
     taps: Annotated[str | None, typer.Option(help="Layers whose hidden states may be asked for: 0,12,24.")] = None,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Include the KV of the layers for multi-token prediction (MTP).")
+    ] = False,
     max_model_len: Annotated[int, typer.Option(help="Length of the requests to fit, in tokens.")] = 32768,
     compare: Annotated[bool, typer.Option("--compare", help="One table, one line a model.")] = False,
     as_json: Annotated[
@@ -73,7 +76,7 @@ def plan_command(
     if html is not None:
         check_file(html, "--html")
     options = PlanOptions(parse_size(memory), block_size, attn_pack_size, row_layers, row_order)
-    asked = _Asked(tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps))
+    asked = _Asked(tensor_parallel_size, kv_cache_dtype, state_dtype, _layer_numbers(taps), mtp)
     plans = [make_plan(asked.load(model), options) for model in models]
     if html is not None:
         pages = [_planned(model, plan, asked) for model, plan in zip(models, plans, strict=True)]
@@ -96,6 +99,7 @@ class _Asked:
     kv_cache_dtype: str | None
     state_dtype: str | None
     taps: list[int]
+    mtp: bool
 
     def load(self, model: str, tp: int | None = None) -> ModelSpec:
         """The spec of one rank, at another tensor-parallel size if `tp` is given."""
@@ -105,6 +109,7 @@ class _Asked:
             kv_cache_dtype=DType.parse(self.kv_cache_dtype) if self.kv_cache_dtype else None,
             state_dtype=DType.parse(self.state_dtype) if self.state_dtype else None,
             taps=self.taps,
+            mtp=self.mtp,
         )
 
 

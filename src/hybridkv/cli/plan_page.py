@@ -17,6 +17,7 @@ from hybridkv.models import Compute
 from hybridkv.plan import Plan
 from hybridkv.plan.curves import Packing, by_packing, fits_by_length, lengths_between, request_lengths
 from hybridkv.plan.gpus import GPUS, USABLE_RATIO, Gpu, GpuFit, fewest_gpus
+from hybridkv.plan.report import layer_words, unknown_words
 from hybridkv.units import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -78,11 +79,12 @@ def _options(plan: Plan, max_model_len: int) -> str:
 
 def _model_section(one: PlannedModel, anchor: str, max_model_len: int, *, has_heading: bool) -> str:
     model = one.plan.model
-    source = f"{model.model_type}, {model.num_layers} layers, one rank of TP {model.tp}. Source: {model.source}"
+    source = f"{model.model_type}, {layer_words(model)}, one rank of TP {model.tp}. Source: {model.source}"
     groups, facts, uniform = map(html_table, tables_of(one.plan, max_model_len))
     parts = [
         text("h2", model.name) if has_heading else "",
         text("p", source, class_="meta" if model.verified else "warn"),
+        "" if model.has_record else text("p", f"{unknown_words(model)}.", class_="warn"),
         text("h3", "What it keeps, and how the memory is cut"),
         groups,
         facts,
@@ -214,9 +216,10 @@ def _weights_words(one: PlannedModel) -> str:
     if one.compute is None:
         return f"The config does not tell how many parameters there are: the figures are of the cache alone. {room}"
     whose = "counted from the config" if one.compute.source == "config" else "taken from the model's name"
+    without = "norms, biases and MTP layers" if one.plan.model.num_mtp_layers else "norms and biases"
     return (
         f"Weights: {one.compute.total_parameters / 1e9:,.1f} billion parameters, {whose} (the language model without "
-        f"norms and biases), take {format_bytes(one.weight_bytes)} in {one.plan.model.dtype}, split evenly over the "
+        f"{without}), take {format_bytes(one.weight_bytes)} in {one.plan.model.dtype}, split evenly over the "
         f"GPUs. Quantized weights take less. {room}"
     )
 

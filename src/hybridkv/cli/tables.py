@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hybridkv.plan import GroupPlan, Plan, uniform_plan
 from hybridkv.plan.curves import uniform_layouts
-from hybridkv.plan.report import checkpoint_tokens
+from hybridkv.plan.report import checkpoint_tokens, layer_words, unknown_words
 from hybridkv.spec import DType, HiddenTap, LayerSpec, LinearState
 from hybridkv.units import format_bytes
 
@@ -64,7 +64,7 @@ def compare_table(plans: Sequence[Plan], max_model_len: int) -> Table:
         model, uniform = plan.model, uniform_plan(plan.model, options.memory_bytes)
         checkpoint = model.checkpoint_bytes(options.block_tokens)
         table.add_row(
-            Text(model.name + ("" if model.verified else " *")),
+            Text(model.name + ("" if model.verified else " *") + ("" if model.has_record else " **")),
             str(model.tp),
             format_bytes(model.kv_bytes_per_token) if model.kv_bytes_per_token else "-",
             format_bytes(checkpoint) if checkpoint else "-",
@@ -74,8 +74,11 @@ def compare_table(plans: Sequence[Plan], max_model_len: int) -> Table:
             _count(uniform.block_tokens),
             _count(uniform.max_requests(max_model_len)),
         )
+    captions = []
     if not all(plan.model.verified for plan in plans):
-        table.caption = "* unverified: no config in the transformers source to check it against"
+        captions.append("* unverified: no config in the transformers source to check it against")
+    captions += [f"** {words}" for words in dict.fromkeys(unknown_words(plan.model) for plan in plans) if words]
+    table.caption = "\n".join(captions) or None
     return table
 
 
@@ -83,8 +86,10 @@ def _heading(plan: Plan) -> Text:
     model = plan.model
     text = Text()
     text.append(model.name, style="bold")
-    text.append(f"  {model.model_type}, {model.num_layers} layers, one rank of TP {model.tp}\n")
+    text.append(f"  {model.model_type}, {layer_words(model)}, one rank of TP {model.tp}\n")
     text.append(f"{model.source}\n", style="" if model.verified else "yellow")
+    if not model.has_record:
+        text.append(f"{unknown_words(model)}\n", style="yellow")
     return text
 
 

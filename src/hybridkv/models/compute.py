@@ -19,7 +19,8 @@ from typing import Any
 
 from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.models.config import Config
-from hybridkv.models.family import FAMILIES, Layers, every, given_or, make_layers
+from hybridkv.models.families.unknown import family_of
+from hybridkv.models.family import Layers, every, given_or, make_layers
 from hybridkv.models.mixer_weights import latent_head_dims
 from hybridkv.models.reader import locate, open_config
 from hybridkv.models.weights import embedding_parameters, head_parameters, layer_weights, state_elements
@@ -89,8 +90,8 @@ def read_compute(config: Mapping[str, Any], *, name: str, use_defaults: bool = T
     """
     cfg = open_config(config, name)
     if use_defaults:
-        cfg = replace(cfg, defaults={**FAMILIES[cfg.model_type].weight_defaults, **cfg.defaults})
-    layers = FAMILIES[cfg.model_type].describe(cfg)
+        cfg = replace(cfg, defaults={**family_of(cfg.model_type).weight_defaults, **cfg.defaults})
+    layers = family_of(cfg.model_type).describe(cfg)
     specs = make_layers(cfg, layers)
     try:
         return _from_config(cfg, layers, specs)

@@ -72,6 +72,17 @@ FAMILIES: dict[str, Family] = {}
 _LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
+def type_name(written: str) -> str:
+    """Return the layer type that older checkpoints call `written`."""
+    return _LEGACY_TYPES.get(written, written)
+
+
+def types_of_pattern(pattern: str) -> list[str]:
+    """Return the layer types of a pattern in which each letter is a block. Unknown letters stay as they are."""
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [names.get(letter, letter) for letter in pattern]
+
+
 def family(
     model_type: str,
     *,
@@ -96,7 +107,7 @@ def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
     """The layer specs of a config."""
     specs: list[LayerSpec] = []
     for layer, written in enumerate(layers.types):
-        maker = layers.makers.get(_LEGACY_TYPES.get(written, written))
+        maker = layers.makers.get(type_name(written))
         if maker is None:
             raise ConfigError(
                 f"layer {layer} of {cfg.name} has unknown layer type {written!r}: "

@@ -12,8 +12,11 @@ from hybridkv.files import FileError, read_json
 from hybridkv.models import families as _families  # noqa: F401  (fills FAMILIES)
 from hybridkv.models.catalogue import find, similar
 from hybridkv.models.config import Config
+from hybridkv.models.families.refused import check_known_past
+from hybridkv.models.families.unknown import family_of
 from hybridkv.models.family import FAMILIES, make_layers
 from hybridkv.models.layers import hidden_tap
+from hybridkv.models.mtp import mtp_specs, num_mtp_layers
 from hybridkv.spec import DType, ModelSpec
 
 # Sizes tried when we say which tensor-parallel sizes would work.
@@ -41,6 +44,7 @@ def load_model(
     kv_cache_dtype: DType | None = None,
     state_dtype: DType | None = None,
     taps: Sequence[int] = (),
+    mtp: bool = False,
 ) -> ModelSpec:
     """The spec of `model`: a directory with a config.json, such a file, or a name of the catalogue."""
     source = locate(model)
@@ -52,6 +56,7 @@ def load_model(
         kv_cache_dtype=kv_cache_dtype,
         state_dtype=state_dtype,
         taps=taps,
+        mtp=mtp,
         source=source.text,
         verified=source.verified,
     )
@@ -66,13 +71,15 @@ def read_config(
     kv_cache_dtype: DType | None = None,
     state_dtype: DType | None = None,
     taps: Sequence[int] = (),
+    mtp: bool = False,
     source: str = "a config",
     verified: bool = True,
 ) -> ModelSpec:
     """The spec of a config that is already in memory.
 
     KV takes the model's dtype unless `kv_cache_dtype` says otherwise. Recurrent states take `state_dtype`, else what
-    the config asks for, else float32: rounding errors in them live as long as the sequence.
+    the config asks for, else float32: rounding errors in them live as long as the sequence. `mtp`: with the past of its
+    layers for multi-token prediction.
     """
     if not isinstance(tp, int) or not 1 <= tp <= 4096 or not 0 <= rank < tp:
         raise ParallelismError(f"rank {rank} of tensor-parallel size {tp}: the size is 1 to 4096, ranks count from 0")
@@ -80,10 +87,12 @@ def read_config(
     cfg = replace(
         cfg, tp=tp, rank=rank, kv_cache_dtype=kv_cache_dtype or cfg.dtype, state_dtype=state_dtype or cfg.state_dtype
     )
-    layers = FAMILIES[cfg.model_type].describe(cfg)
+    layers = family_of(cfg.model_type).describe(cfg)
     num_layers = len(layers.types)
     try:
         specs = make_layers(cfg, layers)
+        if mtp:
+            specs += mtp_specs(cfg, layers, specs)
     except ParallelismError as error:
         raise ParallelismError(f"{error}; sizes that work: {_working_sizes(cfg)}") from None
     for tap in taps:
@@ -100,11 +109,16 @@ def read_config(
         layers=(*specs, *(hidden_tap(tap, cfg.integer("hidden_size"), cfg.dtype) for tap in sorted(set(taps)))),
         source=source,
         verified=verified,
+        num_mtp_layers=num_mtp_layers(cfg) if mtp else 0,
+        has_record=cfg.model_type in FAMILIES,
     )
 
 
 def open_config(config: Mapping[str, Any], name: str) -> Config:
-    """The config of the language model (multimodal models nest it), with its family's defaults and its own dtypes."""
+    """The config of the language model (multimodal models nest it), with its family's defaults and its own dtypes.
+
+    Raises ConfigError for types that keep a past of a kind that hybridkv does not know.
+    """
     outer = config.get("model_type")
     if not isinstance(outer, str):
         raise ConfigError(f"config of {name}: model_type is {outer!r}; is it the config.json of a transformers model?")
@@ -116,11 +130,13 @@ def open_config(config: Mapping[str, Any], name: str) -> Config:
         model_type = text.get("model_type") or f"{outer}_text"
         if isinstance(model_type, str):
             model_type = _RENAMED_TEXT.get(model_type, model_type)
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str):
         raise ConfigError(f"{name} is of the unknown model type {model_type!r}: we read {', '.join(sorted(FAMILIES))}")
+    for one in (outer, model_type):
+        check_known_past(one, name)
     stated = next((c[key] for c in (text, config) for key in ("dtype", "torch_dtype") if c.get(key)), None)
     cfg = Config(
-        name, model_type, text, FAMILIES[model_type].defaults, dtype=_dtype(name, "dtype", stated, DType.BFLOAT16)
+        name, model_type, text, family_of(model_type).defaults, dtype=_dtype(name, "dtype", stated, DType.BFLOAT16)
     )
     wanted = cfg.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=None)
     return replace(cfg, state_dtype=_dtype(name, "mamba_ssm_cache_dtype", wanted, DType.FLOAT32))
@@ -141,7 +157,7 @@ def _working_sizes(cfg: Config) -> str:
     def works(tp: int) -> bool:
         probe = replace(cfg, tp=tp, rank=0)
         try:
-            make_layers(probe, FAMILIES[cfg.model_type].describe(probe))
+            make_layers(probe, family_of(cfg.model_type).describe(probe))
         except ParallelismError:
             return False
         return True

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from math import prod
 
 from hybridkv.models.config import Config
-from hybridkv.models.family import FAMILIES
+from hybridkv.models.families.unknown import family_of
 from hybridkv.models.feed_forward import NONE, Weights
 from hybridkv.spec import LayerSpec, LinearState
 
 
 def layer_weights(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
     """All layers, and what stands around them but the embeddings and the LM head. `kinds`: the type of each layer."""
-    feed_forward = FAMILIES[cfg.model_type].feed_forward
+    feed_forward = family_of(cfg.model_type).feed_forward
     weights = sum((feed_forward(cfg, layer, kind) for layer, kind in enumerate(kinds)), NONE)
     weights = sum((Weights.dense(_mixer(cfg, spec)) for spec in specs), weights)
-    return weights + FAMILIES[cfg.model_type].around(cfg, kinds, specs)
+    return weights + family_of(cfg.model_type).around(cfg, kinds, specs)
 
 
 def head_parameters(cfg: Config) -> int:
@@ -31,11 +31,11 @@ def head_parameters(cfg: Config) -> int:
 def embedding_parameters(cfg: Config, num_layers: int) -> int:
     """Of tables a token looks itself up in; without the LM head's, if that is the same table."""
     tied = cfg.get("tie_word_embeddings", "tie_embedding", default=False)
-    return (0 if tied else head_parameters(cfg)) + FAMILIES[cfg.model_type].tables(cfg, num_layers)
+    return (0 if tied else head_parameters(cfg)) + family_of(cfg.model_type).tables(cfg, num_layers)
 
 
 def _mixer(cfg: Config, spec: LayerSpec) -> int:
-    family = FAMILIES[cfg.model_type]
+    family = family_of(cfg.model_type)
     if isinstance(spec, LinearState):
         return family.state_weights(cfg, spec)
     return family.attention_weights(cfg, spec)

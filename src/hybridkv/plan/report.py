@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridkv.plan.plan import GroupPlan, Plan
 from hybridkv.plan.uniform import uniform_pack_sizes, uniform_plan
+from hybridkv.spec import ModelSpec
 
 
 def plan_report(plan: Plan, max_model_len: int) -> dict[str, Any]:
@@ -16,6 +17,8 @@ def plan_report(plan: Plan, max_model_len: int) -> dict[str, Any]:
         "model_type": model.model_type,
         "source": model.source,
         "verified": model.verified,
+        "has_record": model.has_record,
+        "num_mtp_layers": model.num_mtp_layers,
         "tp": model.tp,
         "memory_bytes": options.memory_bytes,
         "max_model_len": max_model_len,
@@ -37,6 +40,20 @@ def plan_report(plan: Plan, max_model_len: int) -> dict[str, Any]:
         "groups": [_group_report(group) for group in plan.groups],
         "uniform": _uniform_report(plan, max_model_len),
     }
+
+
+def layer_words(model: ModelSpec) -> str:
+    """Return how many layers a plan is of, for people to read."""
+    if not model.num_mtp_layers:
+        return f"{model.num_layers} layers"
+    return f"{model.num_layers} layers and {model.num_mtp_layers} for multi-token prediction"
+
+
+def unknown_words(model: ModelSpec) -> str:
+    """Return the warning of a plan of an unknown model type; empty if hybridkv has a record of the type."""
+    if model.has_record:
+        return ""
+    return f"Unknown model type {model.model_type!r}: this plan is read from the layer types of its config"
 
 
 def checkpoint_tokens(plan: Plan) -> int | None:

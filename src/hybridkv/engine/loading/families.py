@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers
 
 from hybridkv.errors import ConfigError
+from hybridkv.models.families.unknown import family_of
 from hybridkv.models.family import FAMILIES
 
 SUPPORTED = frozenset(name for name, family in FAMILIES.items() if not family.plan_only)
@@ -15,7 +16,7 @@ COMPILED = frozenset(name for name in SUPPORTED if FAMILIES[name].compiles)
 
 def check_supported(model_type: str, name: str) -> None:
     """Refuse a model type that the engine does not run, or not with the installed transformers."""
-    family = FAMILIES[model_type]
+    family = family_of(model_type)
     if model_type not in SUPPORTED:
         raise ConfigError(
             f"{name} is of type {model_type!r}, which the engine does not run: {family.plan_only}; "

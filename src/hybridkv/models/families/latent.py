@@ -39,6 +39,7 @@ from hybridkv.models.layers import latent_attention
         "num_attention_heads": 128,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
+        "num_mtp_layers": 1,
     },
     weight_defaults={
         "vocab_size": 129280,

@@ -43,6 +43,7 @@ from hybridkv.spec import LayerSpec
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "num_nextn_predict_layers": 1,
     },
     weight_defaults={
         "vocab_size": 151936,

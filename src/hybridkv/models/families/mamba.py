@@ -7,7 +7,7 @@ from typing import Any
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
-from hybridkv.models.family import Layers, all_layers, family, given_or, where
+from hybridkv.models.family import Layers, all_layers, family, given_or, types_of_pattern, where
 from hybridkv.models.feed_forward import dense, granite_experts, jamba_experts, nemotron_blocks, no_feed_forward
 from hybridkv.models.layers import full_attention, keeps_nothing, key_value, mamba1, mamba2
 from hybridkv.spec import FullAttention, LayerSpec
@@ -134,8 +134,7 @@ def _nemotron_types(cfg: Config) -> list[str]:
     pattern = cfg.get("hybrid_override_pattern", default=None)
     if not isinstance(pattern, str) or not pattern:
         raise ConfigError(f"config of {cfg.name} (nemotron_h) has no layers_block_type: add it to config.json")
-    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    return [names.get(letter, letter) for letter in pattern]
+    return types_of_pattern(pattern)
 
 
 def _nemotron_mixer(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:
