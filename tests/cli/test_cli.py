@@ -57,6 +57,31 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert groups["taps"]["layers"] == [1, 2]
 
 
+def test_mtp_layers_are_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    without, report = plan_json(capsys, "deepseek-v3"), plan_json(capsys, "deepseek-v3", "--mtp")
+    assert (without["num_mtp_layers"], report["num_mtp_layers"]) == (0, 1)
+    assert report["kv_bytes_per_token"] - without["kv_bytes_per_token"] == 2 * (512 + 64)
+    assert report["groups"][0]["layers"] == list(range(62))
+    assert run(["plan", "deepseek-v3", "--mtp"]) == 0
+    assert "61 layers and 1 for multi-token prediction" in capsys.readouterr().out
+
+
+def test_plans_of_unknown_types_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "foo", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    report = plan_json(capsys, str(path))
+    assert (report["has_record"], report["model_type"]) == (False, "foo")
+    assert plan_json(capsys, "qwen3.6-27b")["has_record"] is True
+    words = "Unknown model type 'foo': this plan is read from the layer types of its config"
+    assert run(["plan", str(path)]) == 0
+    assert words in capsys.readouterr().out
+    assert run(["plan", str(path), "qwen3.6-27b", "--compare"]) == 0
+    table = capsys.readouterr().out
+    assert f"** {words}" in table
+    assert "m **" in table
+
+
 def test_cut_states_are_reported_with_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
     report = plan_json(
         capsys, "qwen3.5-397b-a17b", "--tensor-parallel-size", "2", "--memory", "5GiB", "--max-model-len", "1024"
@@ -117,6 +142,7 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         (["plan", "nope"], "unknown model 'nope'"),
+        (["plan", "qwen3-8b", "--mtp"], "qwen3-8b has no MTP layers"),
         (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "3"], "sizes that work: 1, 2, 4, 8, 16"),
         (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "0"], "size is 1 to 4096"),
         (["plan", "qwen3.5-397b-a17b", "--tensor-parallel-size", "two"], "--tensor-parallel-size"),

@@ -182,6 +182,18 @@ def test_names_that_are_no_text_are_written_as_escapes(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["Cache plan: bad\\udcff"]
 
 
+def test_unknown_types_and_mtp_layers_are_said_to_be(tmp_path: Path) -> None:
+    config = {"model_type": "foo", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(["plan", str(tmp_path), "--mtp", "--html", str(tmp_path / "plan.html")]) == 0
+    text = (tmp_path / "plan.html").read_text()
+    assert "Unknown model type &#x27;foo&#x27;: this plan is read from the layer types of its config." in text
+    assert "2 layers and 1 for multi-token prediction" in text
+    assert run(["plan", "deepseek-v3", "--mtp", "--html", str(tmp_path / "plan.html")]) == 0
+    assert "without norms, biases and MTP layers" in (tmp_path / "plan.html").read_text()
+
+
 def test_it_goes_with_the_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--block-size", "32", "--attn-pack-size", "4", "--memory", "20GiB", "--max-model-len", "1000"]
     options += ["--kv-cache-dtype", "fp8", "--taps", "1,2"]
