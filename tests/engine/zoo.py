@@ -108,7 +108,7 @@ _MISTRAL4_ROPE = {
     "llama_4_scaling_beta": 0.3,
 }
 
-# Each keeps what one of the families above keeps. `test_kin` takes them along the main paths, and
+# Each keeps what one of the families above keeps. `test_kin` takes them along two paths, and
 # HYBRIDKV_FAMILIES=all through every test.
 KIN: dict[str, Family] = {
     "qwen2": _windowed("qwen2", 24, use_sliding_window=True, max_window_layers=1),
