@@ -39,6 +39,7 @@ from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyua
         "num_local_experts": 256,
         "num_experts_per_tok": 8,
     },
+    since="5.18",  # before, published checkpoints were rotated in all of each head: their rotary_dim was not read
 )
 @family(
     "hy_v3",
