@@ -51,6 +51,8 @@ _GROUPED_EXPERTS: dict[str, Any] = {
 }
 _DEEPSEEK: dict[str, Any] = {"q_lora_rank": 24, **_GROUPED_EXPERTS}
 
+_FIVE_TO_ONE = [*["sliding_attention"] * 5, "full_attention"]
+
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "mistral": {"num_hidden_layers": 2, "sliding_window": 16},
@@ -232,6 +234,45 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
     "mamba": {"num_hidden_layers": 3, "state_size": 24, "intermediate_size": 128},
     "falcon_mamba": {"num_hidden_layers": 3, "state_size": 24, "expand": 3, "intermediate_size": 160},
+    "mimo_v2_flash": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads": 8,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 17,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "laguna": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [8, 4, 4, 8],
+        "head_dim": 24,
+        "sliding_window": 16,
+        "shared_expert_intermediate_size": 32,
+        **_MOE,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 9,
+        "layer_types": [*_FIVE_TO_ONE, *_FIVE_TO_ONE[-3:]],
+        "head_dim": 24,
+        "global_head_dim": 40,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    },
+    "gemma4_unified_text": {
+        "num_hidden_layers": 6,
+        "head_dim": 24,
+        "global_head_dim": 40,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 16,
+    },
 }
 
 

@@ -27,7 +27,7 @@ from tests.engine.zoo import FAMILIES, build, fresh, prompt
 
 pytestmark = uses_device
 KINDS = ["llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "qwen3_5", "kimi_linear", "falcon_h1", "jamba", "lfm2"]
-KINDS += ["minimax"]
+KINDS += ["minimax", "mimo_v2_flash", "gemma4"]
 """One family of each kind of layer: the interpreter is slow."""
 
 

@@ -84,6 +84,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n: sparse": ("gemma3n", {"activation_sparsity_pattern": [0.9] * 4 + [0.0] * 6}),
     "gemma3n: no KV shared": ("gemma3n", {"num_kv_shared_layers": 0}),
     "gemma3n: three inputs": ("gemma3n", {"altup_num_inputs": 3, "final_logit_softcapping": 5.0}),
+    "gemma4: heads of 512": ("gemma4", {"global_head_dim": 512, "head_dim": 256}),
+    "gemma4: one product, soft caps": (
+        "gemma4",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+    ),
+    "gemma4: no KV shared": ("gemma4", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
+    "mimo_v2_flash: heads of 192 and 128": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128}),
+    "mimo_v2_flash: groups, biases": (
+        "mimo_v2_flash",
+        {"n_group": 2, "topk_group": 1, "attention_bias": True, "attention_value_scale": None},
+    ),
+    "laguna: gate by element": ("laguna", {"gating": "per-element", "moe_router_logit_softcapping": 5.0}),
+    "laguna: yarn in full attention": (
+        "laguna",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "attention_bias": True,
+        },
+    ),
     "gpt_oss: yarn": ("gpt_oss", rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **YARN)),
     "gpt_oss: no biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0}),
     "llama4: llama3 rope": ("llama4", {**rope("llama3", **LLAMA3), "attn_temperature_tuning": False}),

@@ -159,7 +159,10 @@ def test_every_part_of_a_cache_matters(name: str, part: str) -> None:
 # One layer of one kind alone: only its own past reaches the logits.
 def _only_layer(name: str, layer_type: str) -> Any:
     alone = {"num_hidden_layers": 1, "layer_types": [layer_type], "num_kv_shared_layers": 0}
-    return make(family_config(name, **alone), branch_scale=ALL[name].branch_scale)
+    alone["num_attention_heads_per_layer"] = None
+    config = family_config(name, **alone)
+    config.layer_types = [layer_type]  # Gemma 4 makes full attention of the last layer
+    return make(config, branch_scale=ALL[name].branch_scale)
 
 
 @pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.window])
@@ -197,8 +200,9 @@ def test_llama4_changes_temperature_at_small_positions() -> None:
     assert float(difference[-1]) > MATTERS
 
 
-def test_gemma3n_shares_kv_and_zamba2_shares_attention_weights() -> None:
-    assert 0 < build("gemma3n").config.num_kv_shared_layers < build("gemma3n").config.num_hidden_layers
+def test_gemma_shares_kv_and_zamba2_shares_attention_weights() -> None:
+    for name in ("gemma3n", "gemma4"):
+        assert 0 < build(name).config.num_kv_shared_layers < build(name).config.num_hidden_layers
     hybrids = [layer for layer in build("zamba2").model.layers if hasattr(layer, "shared_transformer")]
     first, second = (layer.shared_transformer.self_attn.q_proj.weight for layer in hybrids)
     assert first is second
@@ -210,6 +214,16 @@ def test_gpt_oss_sinks_matter() -> None:
     for layer in model.model.layers:
         layer.self_attn.sinks.data.fill_(-100.0)
     assert moved(before, last_logits(model, tokens)) > MATTERS
+
+
+def test_layers_differ_in_sizes() -> None:
+    """Query heads, KV heads, or the sizes of keys and values; and some have sinks."""
+    found = {}
+    for name in ("mimo_v2_flash", "laguna", "gemma4", "gemma4_experts"):
+        modules = [layer.self_attn for layer in build(name).model.layers]
+        found[name] = len({(m.head_dim, m.num_key_value_groups) for m in modules})
+    assert found == {"mimo_v2_flash": 2, "laguna": 2, "gemma4": 2, "gemma4_experts": 2}
+    assert {m.self_attn.sinks is None for m in build("mimo_v2_flash").model.layers} == {True, False}
 
 
 def _routed(model: Any, tokens: list[int]) -> list[Any]:

@@ -68,6 +68,7 @@ _RULES: list[tuple[str, Fill]] = [
     (r"correct_output_scale$", _normal(0.2, mean=0.5)),
     (_LEARNED_BUFFERS, _normal(0.1)),
     (r"\.(router|gate)\.weight$", _scaled(2.0)),
+    (r"router\.(scale|per_expert_scale)$", _around_old(0.2)),
     (r"norm\w*\.weight$", _around_old(0.1)),
     (r"lm_head\.weight$", _normal(LOGIT_STD)),
     (r"embed\w*\.weight$", _normal(1.0)),

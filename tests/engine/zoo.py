@@ -95,6 +95,10 @@ FAMILIES: dict[str, Family] = {
     "minimax": Family("minimax", {"block_size": 24, **_LOCAL_EXPERTS}, recurrent=True, experts=True),
     "mamba2": Family("mamba2", {"chunk_size": 24}, attention=False, recurrent=True, conv=True, rotary=False),
     "deepseek_v3": Family("deepseek_v3", experts=True),
+    # Layers with windows have other numbers of KV heads, and sinks; keys are larger than values.
+    "mimo_v2_flash": _windowed("mimo_v2_flash", 25, experts=True, n_routed_experts=8),
+    # Layers of full attention have larger heads; later layers read KV of earlier ones.
+    "gemma4": _windowed("gemma4_text", 22, branch_scale=0.3, vocab_size_per_layer_input=VOCAB_SIZE),
 }
 
 # Positions 24, 48 ... change how much queries count.
@@ -148,6 +152,23 @@ KIN: dict[str, Family] = {
     "lfm3": Family("lfm3", {"sliding_window": 24}, window=24, conv=True),
     "mamba": Family("mamba", attention=False, recurrent=True, conv=True, rotary=False),
     "falcon_mamba": Family("falcon_mamba", attention=False, recurrent=True, conv=True, rotary=False),
+    # One product makes keys and values of full attention, with fewer heads; no layer shares them.
+    "gemma4_experts": _windowed(
+        "gemma4_text",
+        22,
+        experts=True,
+        branch_scale=0.3,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
+    "gemma4_unified": _windowed("gemma4_unified_text", 22, branch_scale=0.3),
+    "laguna": _windowed("laguna", 23, experts=True, branch_scale=2.0, **_EXPERTS),
 }
 
 NOT_INSTALLED = {name for name, family in (FAMILIES | KIN).items() if not is_installed(family.model_type)}

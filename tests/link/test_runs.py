@@ -30,7 +30,7 @@ transfers = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-FAMILIES = ["llama", "gemma3", "llama4", "qwen3_next", "mamba2", "kimi_linear", "falcon_h1"]
+FAMILIES = ["llama", "gemma3", "gemma4", "mimo_v2_flash", "llama4", "qwen3_next", "mamba2", "kimi_linear", "falcon_h1"]
 MIB = 1 << 20
 PLANS: list[dict[str, Any]] = [
     {"block_tokens": 16, "row_layers": 4, "row_order": "hlkt", "memory_bytes": 8 * MIB},

@@ -116,6 +116,18 @@ def test_ranks_together_keep_the_whole(model_type: str, tp: int) -> None:
                 assert kept == set(range(run.total))
 
 
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="transformers has no Gemma 4 yet")
+def test_gemma4_as_published_reads_like_gemma4_as_saved() -> None:
+    """Published configs name the sizes of full attention apart; transformers writes them layer by layer."""
+    names = {"global_head_dim": 40, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "head_dim": 24}
+    published = {"model_type": "gemma4_text", "num_hidden_layers": 12, **names}
+    saved = CONFIG_MAPPING["gemma4_text"](**published).to_dict()
+    assert "per_layer_config" in saved
+    assert read_config(published, name="m").layers == read_config(saved, name="m").layers
+    shapes = {spec.kind: {part.shape for part in spec.parts} for spec in read_config(published, name="m").layers}
+    assert shapes == {"full_attention": {(1, 40)}, "sliding_window": {(4, 24)}}
+
+
 def real_shapes(cache: Any, layer: int) -> Shapes:
     """What a transformers cache holds for one layer and one sequence."""
     shapes: Shapes = {}

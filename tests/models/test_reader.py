@@ -198,3 +198,40 @@ def test_dtype_names() -> None:
     assert DType.parse("torch.bfloat16") is DType.parse("BF16") is DType.BFLOAT16
     with pytest.raises(HybridKVError, match="unknown dtype 'int3'"):
         DType.parse("int3")
+
+
+# --- layers that differ in sizes --------------------------------------------------------------------------------------
+
+
+def test_fields_of_single_layers_take_the_place_of_the_config_s() -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
+    layers = read_config({**config, "per_layer_config": {"01": {"num_key_value_heads": 2}}}, name="m").layers
+    assert [spec.parts[0].shape for spec in layers] == [(4, 16), (2, 16), (4, 16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"per_layer_config": {"1": {"skip": ["attention"]}}}, "lets layer 1 skip a part of itself"),
+        ({"per_layer_config": {"9": {}}}, "expected an object of fields for layers 0 to 1"),
+        ({"per_layer_config": [3]}, "expected an object with the fields of layers by number"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [4]}, "has 1 entries for 2 layers"),
+        (
+            {"model_type": "laguna", "num_attention_heads_per_layer": [8, 12]},
+            "num_attention_heads 12 cannot be divided",
+        ),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "attends in both directions"),
+        (
+            {"model_type": "gemma4_text", "num_kv_shared_layers": 1},
+            "is to read the KV of another 'full_attention' layer",
+        ),
+    ],
+)
+def test_sizes_that_no_layer_can_have_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config({"model_type": "llama", "num_hidden_layers": 2, **config}, name="m")
+
+
+def test_windows_of_mimo_as_published_count_the_current_token_too() -> None:
+    layers = read_config({"model_type": "mimo_v2_flash", "sliding_window_size": 128}, name="m").layers
+    assert {spec.group for spec in layers} == {"full", "window129"}

@@ -58,8 +58,8 @@ class Runner:
         self.device = memory.device
         self.uploader = Uploader(memory.device)
         self._layout = layout
-        self._tables = TableMaker(model, memory, layout, self.uploader)
         decoder, layers = find_decoder(model)
+        self._tables = TableMaker(model, layers, memory, layout, self.uploader)
         self.num_layers = len(layers)
         self.taps = Taps(decoder, layers, memory, self.uploader)
         self._cache = PagedCache()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheGroup, CacheLayout, StepTables
@@ -41,13 +42,22 @@ class Tables(NamedTuple):
 class TableMaker:
     """Makes the tables of one model on one arena."""
 
-    def __init__(self, model: PreTrainedModel, memory: Memory, layout: CacheLayout, uploader: Uploader) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder_layers: Sequence[nn.Module],
+        memory: Memory,
+        layout: CacheLayout,
+        uploader: Uploader,
+    ) -> None:
         self._uploader = uploader
         self._groups = layout.token_groups
         self._attention: dict[str, set[AttentionNeed]] = {group.name: set() for group in self._groups}
         self._states: dict[StateKey, set[StateNeed]] = {}
+        modules = attention_modules(decoder_layers)
         for layer in memory.tokens.values():
-            self._attention[layer.group].add(attention_need(layer, model))
+            module = modules.get(layer.spec.layer, next(iter(modules.values())))
+            self._attention[layer.group].add(attention_need(layer, module, model))
         for layer in memory.states.values():
             self._states.setdefault(StateKey(layer.group, layer.page), set()).add(state_need(layer, memory.device))
 
@@ -87,15 +97,27 @@ class TableMaker:
         return table
 
 
-def attention_need(layer: LayerMemory, model: PreTrainedModel) -> AttentionNeed:
+def attention_modules(decoder_layers: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """The attention module of each layer that has one. Modules that several layers share know no number of a layer."""
+    found = [
+        (index, module)
+        for index, layer in enumerate(decoder_layers)
+        for module in layer.modules()
+        if hasattr(module, "num_key_value_groups")
+    ]
+    return dict(found) | {module.layer_idx: module for _, module in found if getattr(module, "layer_idx", -1) >= 0}
+
+
+def attention_need(layer: LayerMemory, module: nn.Module, model: PreTrainedModel) -> AttentionNeed:
+    """`module`: the layer's attention. Layers of one model may differ in query heads and in whether they have sinks."""
     config = model.config.get_text_config(decoder=True)
     views = list(layer.parts.values())  # [pages, tokens, heads, dim]
-    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    has_sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
     is_fused = getattr(config, "attn_logit_softcapping", None) is None and not (
         has_sinks and views[0].device.type != "cpu"
     )
     if not isinstance(layer.spec, LatentAttention):
-        return AttentionNeed(model.dtype, config.num_attention_heads // views[0].shape[2], is_fused, None)
+        return AttentionNeed(model.dtype, module.num_key_value_groups, is_fused, None)
     strides = [view.stride()[:2] for view in views]
     pitches = tuple(sorted({page // token for page, token in strides if page % token == 0}))
     return AttentionNeed(model.dtype, 1, is_fused, pitches)  # the model expands keys for all heads

@@ -20,7 +20,7 @@ from typing import Any
 from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.models.config import Config
 from hybridkv.models.families.unknown import family_of
-from hybridkv.models.family import Layers, every, given_or, make_layers
+from hybridkv.models.family import Layers, make_layers, readers_of_shared_kv
 from hybridkv.models.mixer_weights import latent_head_dims
 from hybridkv.models.reader import locate, open_config
 from hybridkv.models.weights import embedding_parameters, head_parameters, layer_weights, state_elements
@@ -100,7 +100,7 @@ def read_compute(config: Mapping[str, Any], *, name: str, use_defaults: bool = T
 
 
 def _from_config(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> Compute:
-    weights, head = layer_weights(cfg, layers.types, specs), head_parameters(cfg)
+    weights, head = layer_weights(cfg, layers, specs), head_parameters(cfg)
     return Compute(
         name=cfg.name,
         active_parameters=weights.active + head,
@@ -139,11 +139,9 @@ def _state_flops(specs: Sequence[LayerSpec]) -> int:
 def _attention(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> tuple[Attention, ...]:
     """The attention of all layers, by how far it looks back."""
     flops: Counter[Sight] = Counter()
-    for spec in specs:
+    for spec in (*specs, *readers_of_shared_kv(cfg, layers)):
         if isinstance(spec, AttentionLayer):
-            flops[spec.sight] += _pair_flops(cfg, spec)
-    if "shared_kv" in layers.types:
-        flops += _readers_of_shared_kv(cfg, layers, specs)
+            flops[spec.sight] += _pair_flops(layers.config_of(cfg, spec.layer), spec)
     return tuple(Attention(count, sight) for sight, count in flops.items())
 
 
@@ -151,15 +149,4 @@ def _pair_flops(cfg: Config, spec: LayerSpec) -> int:
     heads = cfg.integer("num_attention_heads")
     if isinstance(spec, LatentAttention):
         return 2 * heads * sum(latent_head_dims(cfg))
-    return 4 * heads * spec.parts[0].shape[1]
-
-
-def _readers_of_shared_kv(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> Counter[Sight]:
-    """Layers without KV of their own attend all the same, each as its type says."""
-    written = given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention"))
-    flops: Counter[Sight] = Counter()
-    for kind, stated in zip(written, layers.types, strict=True):
-        if stated == "shared_kv":
-            window = cfg.integer("sliding_window") if kind == "sliding_attention" else None
-            flops[Sight(window)] += _pair_flops(cfg, specs[0])
-    return flops
+    return 2 * heads * sum(part.shape[1] for part in spec.parts)

@@ -7,7 +7,7 @@ class, so each family brings those defaults along. Nothing here knows what the v
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridkv.errors import ConfigError, MissingFieldError
@@ -76,6 +76,34 @@ class Config:
         if layers > _MOST_LAYERS:
             raise self._bad("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
         return layers
+
+    def of_layer(self, layer: int, sizes: Mapping[str, Any]) -> Config:
+        """The config as one layer reads it: with `sizes`, and with its entry of `per_layer_config` if there is one."""
+        own = {**sizes, **self._per_layer.get(layer, {})}
+        if own.pop("skip", None):
+            raise ConfigError(
+                f"config of {self.name}: per_layer_config lets layer {layer} skip a part of itself, which no model "
+                f"here does; remove 'skip'"
+            )
+        return replace(self, values={**self.values, **own}) if own else self
+
+    @property
+    def has_per_layer_config(self) -> bool:
+        """Whether the config says itself which sizes differ between layers."""
+        return self.get("per_layer_config", default=None) is not None
+
+    @property
+    def _per_layer(self) -> dict[int, Mapping[str, Any]]:
+        """transformers' `per_layer_config`: fields by layer; its keys are numbers, in JSON with leading zeros."""
+        given = self.get("per_layer_config", default=None) or {}
+        try:
+            found = {int(layer): fields for layer, fields in given.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise self._bad("per_layer_config", given, "an object with the fields of layers by number") from None
+        for layer, fields in found.items():
+            if not isinstance(fields, Mapping) or not 0 <= layer < self.num_layers:
+                raise self._bad("per_layer_config", given, f"an object of fields for layers 0 to {self.num_layers - 1}")
+        return found
 
     def quotient(self, total: int, key: str, what: str) -> int:
         """`total` divided by the field `key`, which must leave no rest."""

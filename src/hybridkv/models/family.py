@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.feed_forward import FeedForward, Weights
-from hybridkv.models.layers import Maker
+from hybridkv.models.layers import Maker, keeps_nothing
 from hybridkv.spec import LayerSpec, LinearState
 
 
@@ -23,6 +24,12 @@ class Layers(NamedTuple):
 
     types: Sequence[str]
     makers: Mapping[str, Maker]
+    sizes: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+    """By layer: fields of the config that have other values there, such as the number of KV heads."""
+
+    def config_of(self, cfg: Config, layer: int) -> Config:
+        """The config as `layer` reads it."""
+        return cfg.of_layer(layer, self.sizes.get(layer, {}))
 
 
 Describe = Callable[[Config], Layers]
@@ -67,6 +74,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 FAMILIES: dict[str, Family] = {}
+
+SHARED = "shared_"
+"""Prefix of the type of layers that compute no keys and values: they read those of an earlier layer of the type that
+follows it."""
 
 # Names in older checkpoints -> the names transformers uses now.
 _LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -113,7 +124,16 @@ def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
                 f"layer {layer} of {cfg.name} has unknown layer type {written!r}: "
                 f"{cfg.model_type} models may have {', '.join(sorted(layers.makers))}"
             )
-        specs += maker(cfg, layer)
+        specs += maker(layers.config_of(cfg, layer), layer)
+    return tuple(specs)
+
+
+def readers_of_shared_kv(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
+    """What the layers that keep nothing of their own read: specs of the same sizes and sight, by their own numbers."""
+    specs: list[LayerSpec] = []
+    for layer, kind in enumerate(layers.types):
+        if kind.startswith(SHARED):
+            specs += layers.makers[kind.removeprefix(SHARED)](layers.config_of(cfg, layer), layer)
     return tuple(specs)
 
 
@@ -141,6 +161,22 @@ def all_layers(cfg: Config, layer_type: str) -> list[str]:
 def every(cfg: Config, interval: int, last: str, others: str) -> list[str]:
     """`last` at every `interval`-th layer, `others` between."""
     return [last if (i + 1) % interval == 0 else others for i in range(cfg.num_layers)]
+
+
+def with_shared_kv(cfg: Config, types: Sequence[str], makers: Mapping[str, Maker]) -> Layers:
+    """Layers of which the last `num_kv_shared_layers` read the keys and values of an earlier layer of their type."""
+    shared = cfg.optional_count("num_kv_shared_layers")
+    if shared >= cfg.num_layers:
+        raise ConfigError(f"config of {cfg.name}: num_kv_shared_layers {shared} leaves none of {cfg.num_layers} layers")
+    own = cfg.num_layers - shared
+    for layer, kind in enumerate(types[own:], own):
+        if kind not in types[:own]:
+            raise ConfigError(
+                f"config of {cfg.name}: layer {layer} is to read the KV of another {kind!r} layer, but no layer before "
+                f"layer {own} is of that type; mend layer_types or num_kv_shared_layers"
+            )
+    readers = [SHARED + kind for kind in types[own:]]
+    return Layers([*types[:own], *readers], {**makers, **dict.fromkeys(readers, keeps_nothing)})
 
 
 def where(cfg: Config, chosen: Sequence[int], there: str, elsewhere: str) -> list[str]:

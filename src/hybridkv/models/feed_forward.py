@@ -44,7 +44,7 @@ def _experts(
     """
     hidden = cfg.integer("hidden_size")
     expert = matrices * (width or hidden) * inner
-    chosen = min(experts, chosen or cfg.integer("num_experts_per_tok", "num_experts_per_token"))
+    chosen = min(experts, chosen or cfg.integer("num_experts_per_tok", "num_experts_per_token", "top_k_experts"))
     return Weights(chosen * expert, experts * expert) + Weights.dense(hidden * experts)
 
 
@@ -125,6 +125,26 @@ def gemma3n_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:
     mlp = _mlp(cfg, cfg.integers("intermediate_size")[layer]) if isinstance(inner, list) else dense(cfg, layer, kind)
     beside = 2 * cfg.integer("laurel_rank") + 2 * cfg.integer("hidden_size_per_layer_input")
     return mlp + Weights.dense(hidden * (beside + cfg.integer("altup_num_inputs")))
+
+
+def gemma4_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:
+    """An MLP, wider in layers that read another's KV if the config says so, with experts beside it if there are any."""
+    is_wide = kind.startswith("shared_") and cfg.get("use_double_wide_mlp", default=False)
+    mlp = _mlp(cfg, (2 if is_wide else 1) * cfg.integer("intermediate_size"))
+    if cfg.get("enable_moe_block", default=False):
+        mlp += _experts(cfg, cfg.integer("num_experts"), cfg.integer("moe_intermediate_size"))
+    own_input = cfg.optional_count("hidden_size_per_layer_input")
+    return mlp + _mlp(cfg, own_input, matrices=2)
+
+
+def experts_by_layer(cfg: Config, layer: int, kind: str) -> Weights:
+    """`mlp_layer_types` says which layers have experts; by default all but the first. Some have a shared one."""
+    kinds = cfg.strings("mlp_layer_types")
+    if (kinds[layer] if kinds else "sparse" if layer else "dense") != "sparse":
+        return dense(cfg, layer, kind)
+    experts = cfg.integer("n_routed_experts", "num_experts", "num_local_experts")
+    routed = _experts(cfg, experts, cfg.integer("moe_intermediate_size"))
+    return routed + _mlp(cfg, cfg.optional_count("shared_expert_intermediate_size", "share_expert_dim"))
 
 
 def lfm2_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:

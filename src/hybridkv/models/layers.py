@@ -40,15 +40,18 @@ def attention_head_dim(cfg: Config) -> int:
     return given or cfg.quotient(cfg.integer("hidden_size"), "num_attention_heads", "hidden_size")
 
 
-def key_value(cfg: Config, head_dim: int | None = None) -> tuple[Part, Part]:
-    """K and V of one token. Query heads are not kept, but must split too."""
+def key_value(cfg: Config, head_dim: int | None = None, value_dim: int | None = None) -> tuple[Part, Part]:
+    """K and V of one token. Query heads are not kept, but must split too. `value_dim`: if values have another size."""
     heads = cfg.integer("num_attention_heads")
     cfg.even(heads, "attention heads")
     if cfg.optional_integer("num_key_value_heads"):
         cfg.quotient(heads, "num_key_value_heads", "num_attention_heads")
     kv_heads = cfg.replicated(cfg.optional_integer("num_key_value_heads") or heads, "KV heads")
     dim = head_dim or attention_head_dim(cfg)
-    return (Part("k", (kv_heads,), (dim,), cfg.kv_cache_dtype), Part("v", (kv_heads,), (dim,), cfg.kv_cache_dtype))
+    return (
+        Part("k", (kv_heads,), (dim,), cfg.kv_cache_dtype),
+        Part("v", (kv_heads,), (value_dim or dim,), cfg.kv_cache_dtype),
+    )
 
 
 def full_attention(cfg: Config, layer: int) -> tuple[LayerSpec, ...]:

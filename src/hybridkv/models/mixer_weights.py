@@ -6,11 +6,12 @@ A family's record names the function for its layers; those here that no record n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.config import Config
 from hybridkv.models.feed_forward import NONE, Weights
-from hybridkv.spec import LatentAttention, LayerSpec, LinearState, Part
+from hybridkv.spec import FullAttention, LatentAttention, LayerSpec, LinearState, Part
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
@@ -22,8 +23,12 @@ def attention(cfg: Config, spec: LayerSpec) -> int:
 
 def plain_attention(cfg: Config, spec: LayerSpec) -> int:
     """Q, K, V and output."""
-    (kv_heads, dim), heads = spec.parts[0].shape, cfg.integer("num_attention_heads")
-    return cfg.integer("hidden_size") * dim * (2 * heads + 2 * kv_heads)
+    return query_and_output(cfg, spec) + cfg.integer("hidden_size") * sum(prod(part.shape) for part in spec.parts)
+
+
+def query_and_output(cfg: Config, spec: LayerSpec) -> int:
+    """Of a layer that attends to what `spec` says: a query has the size of a key, and a result that of a value."""
+    return cfg.integer("hidden_size") * cfg.integer("num_attention_heads") * sum(part.shape[1] for part in spec.parts)
 
 
 def gated_attention(cfg: Config, spec: LayerSpec) -> int:
@@ -36,6 +41,21 @@ def gated_heads(cfg: Config, spec: LayerSpec) -> int:
     """One gate for the output of each head, unless the config says no."""
     gate = cfg.integer("hidden_size") * cfg.integer("num_attention_heads")
     return attention(cfg, spec) + (gate if cfg.get("use_attention_gate", default=True) else 0)
+
+
+def gemma4_attention(cfg: Config, spec: LayerSpec) -> int:
+    """With `attention_k_eq_v`, layers of full attention make keys and values of one product."""
+    has_one = isinstance(spec, FullAttention) and cfg.get("attention_k_eq_v", default=False)
+    one = cfg.integer("hidden_size") * prod(spec.parts[1].shape)
+    return plain_attention(cfg, spec) - (one if has_one else 0)
+
+
+def head_gated_attention(cfg: Config, spec: LayerSpec) -> int:
+    """The output is gated: with one number a head, or with one an element."""
+    heads = cfg.integer("num_attention_heads")
+    by_head = cfg.get("gating", default=True) in (True, "per-head")
+    gates = heads if by_head else heads * spec.parts[0].shape[1]
+    return plain_attention(cfg, spec) + cfg.integer("hidden_size") * gates
 
 
 def counted_apart(cfg: Config, spec: LayerSpec) -> int:
@@ -148,19 +168,24 @@ def zamba_shared_blocks(cfg: Config, kinds: Sequence[str], specs: Sequence[Layer
 
 
 def gemma3n_streams(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
-    """Query and output of the layers that read another layer's KV, and what makes and merges the parallel streams."""
-    num_layers, num_shared = len(kinds), sum(kind == "shared_kv" for kind in kinds)
-    hidden, heads = cfg.integer("hidden_size"), cfg.integer("num_attention_heads")
-    shared = num_shared * 2 * hidden * heads * cfg.integer("head_dim")
-    inputs = hidden * num_layers * cfg.integer("hidden_size_per_layer_input")
+    """What makes the inputs that each layer gets of its own, and what makes and merges the parallel streams."""
+    hidden = cfg.integer("hidden_size")
+    inputs = hidden * len(kinds) * cfg.integer("hidden_size_per_layer_input")
     streams = 2 * (cfg.integer("altup_num_inputs") - 1) * hidden * hidden
-    return Weights.dense(shared + inputs + streams)
+    return Weights.dense(inputs + streams)
+
+
+def gemma4_inputs(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
+    """What makes the inputs that each layer gets of its own, if there are any."""
+    width = cfg.optional_count("hidden_size_per_layer_input")
+    return Weights.dense(cfg.integer("hidden_size") * len(kinds) * width)
 
 
 def no_tables(cfg: Config, num_layers: int) -> int:
     return 0
 
 
-def gemma3n_tables(cfg: Config, num_layers: int) -> int:
-    """Embeddings that each layer has of its own."""
-    return num_layers * cfg.integer("hidden_size_per_layer_input") * cfg.integer("vocab_size_per_layer_input")
+def tables_by_layer(cfg: Config, num_layers: int) -> int:
+    """Embeddings that each layer has of its own, if there are any."""
+    width = cfg.optional_count("hidden_size_per_layer_input")
+    return num_layers * width * cfg.integer("vocab_size_per_layer_input") if width else 0

@@ -11,16 +11,21 @@ from math import prod
 
 from hybridkv.models.config import Config
 from hybridkv.models.families.unknown import family_of
+from hybridkv.models.family import Layers, readers_of_shared_kv
 from hybridkv.models.feed_forward import NONE, Weights
+from hybridkv.models.mixer_weights import query_and_output
 from hybridkv.spec import LayerSpec, LinearState
 
 
-def layer_weights(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
-    """All layers, and what stands around them but the embeddings and the LM head. `kinds`: the type of each layer."""
-    feed_forward = family_of(cfg.model_type).feed_forward
-    weights = sum((feed_forward(cfg, layer, kind) for layer, kind in enumerate(kinds)), NONE)
-    weights = sum((Weights.dense(_mixer(cfg, spec)) for spec in specs), weights)
-    return weights + family_of(cfg.model_type).around(cfg, kinds, specs)
+def layer_weights(cfg: Config, layers: Layers, specs: Sequence[LayerSpec]) -> Weights:
+    """All layers, and what stands around them but the embeddings and the LM head."""
+    family = family_of(cfg.model_type)
+    configs = [layers.config_of(cfg, layer) for layer in range(len(layers.types))]
+    weights = sum((family.feed_forward(configs[i], i, kind) for i, kind in enumerate(layers.types)), NONE)
+    weights = sum((Weights.dense(_mixer(configs[spec.layer], spec)) for spec in specs), weights)
+    readers = readers_of_shared_kv(cfg, layers)
+    weights = sum((Weights.dense(query_and_output(configs[spec.layer], spec)) for spec in readers), weights)
+    return weights + family.around(cfg, layers.types, specs)
 
 
 def head_parameters(cfg: Config) -> int:

@@ -59,6 +59,10 @@ def compile_attention() -> None:
         attention.attend(torch.zeros(ROWS, 16, 128, dtype=BF16), cache, cache, table, scale=1.0)
     sinks = torch.zeros(16, dtype=BF16)
     attention.attend(torch.zeros(ROWS, 16, 128, dtype=BF16), cache, cache, table, scale=1.0, sinks=sinks, softcap=9.0)
+    for dim, value_dim in ((192, 128), (512, 512)):
+        for heads, dtype in ((16, BF16), (4 * 64, BF16), (16, torch.float32)):
+            keys, values = (torch.zeros(8, 16, 4, size, dtype=dtype) for size in (dim, value_dim))
+            attention.attend(torch.zeros(ROWS, heads, dim, dtype=dtype), keys, values, table, scale=1.0)
     attention.write_tokens(cache, cache, table, cache[:ROWS, 0], cache[:ROWS, 0])
     latents, rotary = torch.zeros(8, 16, 1, 512, dtype=BF16), torch.zeros(8, 16, 1, 64, dtype=BF16)
     expand = torch.zeros(16 * 256, 512, dtype=BF16)

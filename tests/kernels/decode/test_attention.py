@@ -95,6 +95,13 @@ def test_head_dims(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dims", [(192, 128), (512, 512)])
+def test_dims_of_models(dims: tuple[int, int], dtype: Any) -> None:
+    """Keys larger than values, and the largest heads."""
+    check(LONG, dims=dims, heads=(2, 8), dtype=dtype, sinks=True, launch=None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("arena_dtype", [None, FP8, torch.float32])
 def test_dtypes(dtype: Any, arena_dtype: Any) -> None:
     check(LONG, dtype=dtype, arena_dtype=arena_dtype, dims=(64, 64), launch=None)

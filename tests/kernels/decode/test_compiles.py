@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
+SHARED_BYTES = 227 * 1024
+"""What a program may have on an H100 or H200."""
 
 
 def test_all_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
@@ -22,3 +25,5 @@ def test_all_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr[-3000:]
     for name in ("attend_kernel", "narrow_kernel", "gather_kernel", "bound_kernel", "race_kernel", "_advance_kernel"):
         assert name in told.stdout
+    shared = [int(size) for size in re.findall(r"(\d+) bytes of shared memory", told.stdout)]
+    assert max(shared) <= SHARED_BYTES

@@ -35,7 +35,9 @@ def test_full_batches_split_long_rows_only() -> None:
 
 @given(
     st.sampled_from([1, 4, 16, 64, 128]),
-    st.sampled_from([(64,), (64, 64), (64, 16, 128), (256, 256), (512, 64), (512, 64, 1024), (512, 512)]),
+    st.sampled_from(
+        [(64,), (64, 64), (64, 16, 128), (256, 256), (512, 64), (512, 64, 1024), (512, 512), (128, 64, 128)]
+    ),
     st.sampled_from([1, 2, 4]),
 )
 def test_tiles_fit_in_shared_memory(num_folded: int, tiles: tuple[int, ...], element_bytes: int) -> None:

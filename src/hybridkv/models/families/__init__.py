@@ -5,6 +5,6 @@ transformers config class, say what its feed-forward layers weigh in feed_forwar
 compare it with.
 """
 
-from hybridkv.models.families import dense, experts, latent, linear, mamba, uniform, windows, windows_nope
+from hybridkv.models.families import dense, experts, latent, linear, mamba, per_layer, uniform, windows, windows_nope
 
-__all__ = ["dense", "experts", "latent", "linear", "mamba", "uniform", "windows", "windows_nope"]
+__all__ = ["dense", "experts", "latent", "linear", "mamba", "per_layer", "uniform", "windows", "windows_nope"]

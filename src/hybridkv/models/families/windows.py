@@ -5,9 +5,9 @@ from __future__ import annotations
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
-from hybridkv.models.family import Layers, check_causal, every, family, given_or
+from hybridkv.models.family import Layers, check_causal, every, family, given_or, with_shared_kv
 from hybridkv.models.feed_forward import dense, gemma3n_feed_forward, llama4_experts, mixtral_experts
-from hybridkv.models.layers import FULL_OR_SLIDING, chunked_attention, full_attention, has_window, keeps_nothing
+from hybridkv.models.layers import FULL_OR_SLIDING, chunked_attention, full_attention, has_window
 
 
 @family(
@@ -136,17 +136,13 @@ def full_among_windows(cfg: Config) -> Layers:
         "vocab_size_per_layer_input": 262144,
     },
     around=mixer_weights.gemma3n_streams,
-    tables=mixer_weights.gemma3n_tables,
+    tables=mixer_weights.tables_by_layer,
     compiles=False,
 )
 def gemma3n(cfg: Config) -> Layers:
     """The last layers compute no K and V of their own: they read those of an earlier layer of their kind."""
-    types = list(given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention")))
-    shared = cfg.optional_count("num_kv_shared_layers")
-    if shared >= cfg.num_layers:
-        raise ConfigError(f"config of {cfg.name}: num_kv_shared_layers {shared} leaves none of {cfg.num_layers} layers")
-    own = cfg.num_layers - shared
-    return Layers(types[:own] + ["shared_kv"] * shared, {**FULL_OR_SLIDING, "shared_kv": keeps_nothing})
+    types = given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention"))
+    return with_shared_kv(cfg, types, FULL_OR_SLIDING)
 
 
 @family(
