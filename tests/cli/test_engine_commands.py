@@ -212,8 +212,8 @@ def test_models_that_are_not_there_or_not_served(
 
     assert "no directory" in say(tmp_path / "nothing")
     assert "has no config.json" in say(tmp_path)
-    tiny_config("gemma2").save_pretrained(tmp_path / "gemma2")
-    assert "'gemma2', which the engine does not run" in say(tmp_path / "gemma2")
+    tiny_config("longcat_flash").save_pretrained(tmp_path / "longcat_flash")
+    assert "'longcat_flash', which the engine does not run" in say(tmp_path / "longcat_flash")
 
 
 @pytest.mark.parametrize(

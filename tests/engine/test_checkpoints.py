@@ -20,7 +20,7 @@ from tests.engine.checkpoints import save_checkpoint, tokenizer
 from tests.engine.composites import COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
 from tests.engine.reference import by_torch
-from tests.engine.zoo import VOCAB_SIZE, build, fresh, oracle_logits, prompt
+from tests.engine.zoo import KIN, VOCAB_SIZE, build, fresh, oracle_logits, prompt
 from tests.tiny import auto_class
 
 NOISE = 2e-5
@@ -77,6 +77,15 @@ def test_an_engine_serves_the_text_of_a_composite_checkpoint(name: str, tmp_path
     logits = oracle_logits(build_composite(name), tokens + replies[0].token_ids)
     assert replies[0].token_ids == replies[1].token_ids == logits[89:-1].argmax(-1).tolist()
     assert replies[1].cached_tokens == 80
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_an_engine_loads_a_checkpoint_of_each_kin(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    with Engine(tmp_path, memory="16MiB", device="cpu", dtype="float32", max_num_seqs=8) as engine:
+        [reply] = engine.generate(prompt(50), GREEDY, progress=False)
+    logits = oracle_logits(build(name), prompt(50) + reply.token_ids)
+    assert reply.token_ids == logits[49:-1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "zamba2"])

@@ -118,6 +118,18 @@ def hunyuan_experts(cfg: Config, layer: int, kind: str) -> Weights:
     return routed + dense(cfg, layer, kind)
 
 
+def longcat_experts(cfg: Config, layer: int, kind: str) -> Weights:
+    """An MLP after each attention layer, and experts beside the first of two. Experts without weights are routed to,
+    too: a token passes through this many weights at most."""
+    mlp = _mlp(cfg, cfg.integer("ffn_hidden_size", "intermediate_size"))
+    if layer % 2:
+        return mlp
+    inner = cfg.integer("expert_ffn_hidden_size", "moe_intermediate_size")
+    chosen = cfg.integer("moe_topk", "num_experts_per_tok")
+    routed = _experts(cfg, cfg.integer("n_routed_experts", "num_local_experts"), inner, chosen=chosen)
+    return mlp + routed + Weights.dense(cfg.integer("hidden_size") * cfg.optional_count("zero_expert_num"))
+
+
 def gemma3n_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:
     """Beside the MLP: a low-rank residual, the inputs each layer gets of its own, and the router of the streams."""
     hidden = cfg.integer("hidden_size")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, family, given_or
-from hybridkv.models.feed_forward import deepseek_experts, dense
+from hybridkv.models.feed_forward import deepseek_experts, dense, longcat_experts
 from hybridkv.models.layers import latent_attention
 
 
@@ -144,3 +146,32 @@ from hybridkv.models.layers import latent_attention
 )
 def deepseek(cfg: Config) -> Layers:
     return Layers(given_or(cfg, all_layers(cfg, "full_attention")), {"full_attention": latent_attention})
+
+
+@family(
+    "longcat_flash",
+    feed_forward=longcat_experts,
+    defaults={
+        "hidden_size": 6144,
+        "num_layers": 28,
+        "num_attention_heads": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+    weight_defaults={
+        "vocab_size": 131072,
+        "ffn_hidden_size": 12288,
+        "expert_ffn_hidden_size": 2048,
+        "n_routed_experts": 512,
+        "zero_expert_num": 256,
+        "moe_topk": 12,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    plan_only="each of its decoder layers attends twice, and the engine keeps one past of a kind a decoder layer",
+)
+def longcat_flash(cfg: Config) -> Layers:
+    """Two attention layers in each decoder layer. They are counted one by one, as by transformers' cache."""
+    cfg = replace(cfg, values={**cfg.values, "num_hidden_layers": 2 * cfg.integer("num_layers")})
+    return Layers(all_layers(cfg, "full_attention"), {"full_attention": latent_attention})

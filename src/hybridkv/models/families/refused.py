@@ -21,7 +21,6 @@ REFUSED: Mapping[str, str] = {
     "hy_v4": "keeps index keys beside its latents",
     "inkling": "keeps convolution inputs of attention and MLP beside its keys and values",
     "inkling2": "keeps convolution inputs of attention and MLP beside its keys and values",
-    "longcat_flash": "keeps two latents a layer",
     "minimax_m3": "keeps index keys beside its keys and values",
     "minimax_m3_vl": "keeps index keys beside its keys and values",
     "mistral_large4": "keeps index keys, and shares latents between layers",
