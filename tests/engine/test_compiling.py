@@ -35,7 +35,7 @@ KINDS_OF_LAYERS = {
     "kimi_linear": 3,
     "bailing_hybrid": 3,
     "lfm2_moe": 3,
-    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "lfm3"), 2),
+    **dict.fromkeys(("glm4_moe_lite", "mistral4", "axk1", "lfm3"), 2),
 } | dict.fromkeys(("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid", "lfm2", "olmo_hybrid", "minimax"), 2)
 """Those of the tiny models; one kind where nothing is said."""
 

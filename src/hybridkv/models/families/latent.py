@@ -31,6 +31,7 @@ from hybridkv.models.layers import latent_attention
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     },
+    compiles=False,  # rotary angles are complex numbers: torch's compiler makes graphs of one size, and wrong ones
 )
 @family(
     "deepseek_v3",
