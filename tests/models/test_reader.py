@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridkv.errors import ConfigError, HybridKVError, ParallelismError
-from hybridkv.models import load_model, read_config
+from hybridkv.models import catalogue, load_model, read_config
 from hybridkv.spec import DType, HiddenTap, Split
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
@@ -192,6 +192,15 @@ def test_directories_and_files_are_checked(tmp_path: Path) -> None:
             load_model(path)
     path.write_text(json.dumps(LLAMA), encoding="utf-8-sig")
     assert load_model(tmp_path).name == tmp_path.name
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_published_types_are_planned_as_what_transformers_runs_them_as(is_nested: bool, tmp_path: Path) -> None:
+    published = {**catalogue()["kimi-k2"].config, "model_type": "kimi_k2"}
+    config = {"model_type": "kimi_k25", "text_config": published} if is_nested else published
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_model(tmp_path)
+    assert (spec.model_type, spec.layers) == ("deepseek_v3", load_model("kimi-k2").layers)
 
 
 def test_dtype_names() -> None:

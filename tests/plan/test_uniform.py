@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.errors import PlanError
-from hybridkv.models import load_model, read_config
-from hybridkv.plan import uniform_pack_sizes, uniform_plan
-from hybridkv.spec import DType
+from hybridkv.errors import ConfigError, PlanError
+from hybridkv.models import catalogue, load_model, read_config
+from hybridkv.models.family import FAMILIES
+from hybridkv.plan import PlanOptions, make_plan, uniform_pack_sizes, uniform_plan
+from hybridkv.spec import DType, FullAttention, ModelSpec
 
 GIB = 2**30
 
@@ -95,3 +96,29 @@ def test_requests_that_fit() -> None:
     uniform = uniform_plan(load_model("qwen3.5-397b-a17b", tp=2), 80 * GIB)
     assert uniform.request_bytes(32768) == (16 + 3) * 15 * 2096 * 1024
     assert uniform.max_requests(32768) == (80 * GIB // (15 * 2096 * 1024) - 1) // 19
+
+
+def uniform_models() -> list[ModelSpec]:
+    """Models in which all layers keep the same: of the catalogue, and of the families with their default sizes."""
+    models = [load_model(name) for name in catalogue()]
+    for model_type in sorted(FAMILIES):
+        try:
+            models.append(read_config({"model_type": model_type}, name=model_type))
+        except ConfigError:  # its layers have no default
+            continue
+    return [
+        model
+        for model in models
+        if len({(type(spec), spec.parts) for spec in model.layers}) == 1 and isinstance(model.layers[0], FullAttention)
+    ]
+
+
+@pytest.mark.parametrize("model", uniform_models(), ids=lambda model: str(model.name))
+@pytest.mark.parametrize("num_tokens", [1, 100, 8192, 32768])
+def test_uniform_models_take_no_more_than_in_a_uniform_plan(model: ModelSpec, num_tokens: int) -> None:
+    plan = make_plan(model, PlanOptions(80 * GIB))
+    for size in (1, len(model.layers)):
+        uniform = uniform_plan(model, 80 * GIB, size)
+        assert plan.request_bytes(num_tokens) <= uniform.request_bytes(num_tokens)
+    assert plan.padding_ratio == 0
+    assert plan.max_requests(num_tokens) >= uniform_plan(model, 80 * GIB).max_requests(num_tokens) * 0.999

@@ -40,12 +40,12 @@ def _experts(
     """Routed experts and their router.
 
     `chosen`: experts of a token, by default `num_experts_per_tok`. `width`: what an expert reads and writes, by default
-    the hidden size.
+    the hidden size. Where the config itself states another width, all experts share a projection to it, and one back.
     """
-    hidden = cfg.integer("hidden_size")
-    expert = matrices * (width or hidden) * inner
+    hidden, own = cfg.integer("hidden_size"), cfg.optional_integer("routed_expert_hidden_size")
+    expert = matrices * (width or own or hidden) * inner
     chosen = min(experts, chosen or cfg.integer("num_experts_per_tok", "num_experts_per_token", "top_k_experts"))
-    return Weights(chosen * expert, experts * expert) + Weights.dense(hidden * experts)
+    return Weights(chosen * expert, experts * expert) + Weights.dense(hidden * (experts + 2 * (own or 0)))
 
 
 def no_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:

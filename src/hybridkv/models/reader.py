@@ -171,7 +171,7 @@ def locate(model: str | Path) -> Source:
     if path is not None:
         config = read_config_file(path)
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return Source(name, config, str(path), verified=True)
+        return Source(name, _as_transformers_reads(config), str(path), verified=True)
     entry = find(str(model))
     if entry is not None:
         return Source(entry.name, entry.config, entry.source, verified=entry.verified_by is not None)
@@ -181,6 +181,12 @@ def locate(model: str | Path) -> Source:
         f"unknown model {str(model)[:200]!r}: {hint}name a directory with a config.json, or a model that "
         "'hybridkv models' lists"
     )
+
+
+def _as_transformers_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a published type under that of transformers. For plans: the engine runs a type as it is, or not."""
+    written = config.get("model_type")
+    return {**config, "model_type": _RENAMED_TEXT[written]} if written in _RENAMED_TEXT else config
 
 
 def _config_path(path: Path) -> Path | None:
