@@ -156,6 +156,8 @@ def test_entries_have_the_parameters_their_names_tell(name: str) -> None:
         ("nemotron-3-super-120b-a12b", 12, 120.6),
         ("nemotron-3-ultra-550b-a55b", 55, 549),
         ("kimi-k2", 32, 1026),
+        ("glm-4.5", 32, 355),
+        ("minimax-m2", 10, 230),
         ("llama-3.2-1b", 1.24, 1.24),
         ("mixtral-8x7b-v0.1", 12.9, 46.7),
         ("mixtral-8x22b-v0.1", 39, 141),

@@ -30,6 +30,8 @@ def mtp_of(config: dict[str, Any]) -> list[LayerSpec]:
         ("qwen3-next-80b-a3b", FullAttention, 1),
         ("qwen3.5-397b-a17b", FullAttention, 1),
         ("qwen3.6-27b", FullAttention, 1),
+        ("glm-4.5", FullAttention, 1),
+        ("ling-3.0-flash", LatentAttention, 1),
         ("nemotron-3-super-120b-a12b", FullAttention, 1),
     ],
 )

@@ -12,7 +12,13 @@ from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyua
 @family(
     "glm4_moe",
     feed_forward=deepseek_experts,
-    defaults={"hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8},
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "num_mtp_layers": 1,
+    },
     weight_defaults={
         "vocab_size": 151552,
         "intermediate_size": 10944,

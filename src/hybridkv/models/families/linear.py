@@ -209,6 +209,7 @@ def kimi_linear(cfg: Config) -> Layers:
         "qk_rope_head_dim": 64,
         "short_conv_kernel_size": 4,
         "layer_group_size": 6,
+        "num_mtp_layers": 1,
     },
     weight_defaults={
         "vocab_size": 157184,
