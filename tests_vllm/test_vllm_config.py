@@ -15,7 +15,7 @@ import pytest
 from checkpoints import FAMILIES
 from engines import Engine, EngineDiedError, Host, Process, transfer_config
 from test_settings import config
-from transformers import BertConfig
+from transformers import BertConfig, LlamaConfig
 from vllm.config import KVTransferConfig, VllmConfig
 
 from hybridkv.errors import InputError
@@ -130,6 +130,17 @@ def test_a_vllm_without_the_method_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
 EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
 UNKNOWN = {"hf_config": BertConfig(), "model": "bert"}
+
+
+class FooConfig(LlamaConfig):
+    """Of a type without a record, that a plan reads from its layer types."""
+
+    model_type = "foo"
+
+
+def test_a_family_that_can_only_be_planned_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown model type 'foo': run vLLM without a store"):
+        check(config(model_config={"hf_config": FooConfig(), "model": "foo"}))  # type: ignore[arg-type]
 
 
 def test_an_unknown_family_is_refused() -> None:

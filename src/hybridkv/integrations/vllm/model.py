@@ -31,7 +31,7 @@ def describe_model(config: VllmConfig, rank: int, state_dtype: DType | None = No
     described = json.loads(model.hf_config.to_json_string(use_diff=False)) | {"dtype": dtype}
     if isinstance(described.get("text_config"), dict):
         described["text_config"]["dtype"] = dtype
-    return read_config(
+    spec = read_config(
         described,
         name=Path(model.model).name,
         tp=config.parallel_config.tensor_parallel_size,
@@ -40,6 +40,9 @@ def describe_model(config: VllmConfig, rank: int, state_dtype: DType | None = No
         state_dtype=state_dtype,
         source="vLLM",
     )
+    if not spec.has_record:  # read from its layer types, which is enough for a plan, not for a store
+        raise ConfigError(f"{spec.name} is of the unknown model type {spec.model_type!r}: run vLLM without a store")
+    return spec
 
 
 def model_identity(config: VllmConfig) -> str:
