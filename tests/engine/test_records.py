@@ -380,7 +380,7 @@ def test_nothing_is_new_in_a_prompt_that_matches_to_its_end() -> None:
         (explained(), 512, None, StoreAccount("lookup failed"), ["no state", "new", "could not be asked"]),
         (None, 0, None, None, []),
         (
-            explained(position=0, matched_tokens=0, parted_at=0, missing="never_seen", is_salted=True),
+            explained(position=0, matched_tokens=0, parted_at=0, missing="never_seen", is_apart=True),
             0,
             None,
             StoreAccount("nothing more"),

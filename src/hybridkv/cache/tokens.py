@@ -67,6 +67,11 @@ def lookup_key(salt: object = "", extra_keys: Sequence[object] = (), taps: Seque
     return LookupKey(root, tuple(taps))
 
 
+def adapter_key(name: str, digest: str) -> str:
+    """The extra key of a request's adapter. `digest`: of its files, since another adapter may get the same name."""
+    return f"lora {name} {digest}"
+
+
 @lru_cache(maxsize=1024)
 def _root_key(salt: str, extra_keys: tuple[str, ...]) -> bytes:
     digest = sha256()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from hybridkv.cache import Cache, CacheLayout, longest_fit, named_policy
+from hybridkv.engine.adapters.adapters import NamedAdapter
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.linking.device_arena import DeviceArena
 from hybridkv.engine.linking.linking import Linking
@@ -52,6 +53,7 @@ class Settings:
     compile: bool | None
     graphs: bool
     link: LinkOptions | None = None
+    adapters: Mapping[str, NamedAdapter] = field(default_factory=dict)
 
 
 def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> EngineCore:
@@ -67,7 +69,10 @@ def build_core(loaded: LoadedModel, settings: Settings, store: Store | None) -> 
     policy = named_policy(settings.policy, lambda: loaded.compute().flops)
     cache = Cache(layout, policy=policy, run_operations=memory.run)
     runner = Runner(loaded.model, memory, layout)
-    runner.compile(settings.compile)
+    if settings.adapters:
+        runner.use_adapters(settings.adapters)
+    else:
+        runner.compile(settings.compile)
     max_model_len = min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len)
     if settings.graphs and device.type == "cuda":
         runner.use_decoder(max_rows=settings.max_num_seqs, max_tokens=longest_fit(layout, max_model_len))

@@ -123,11 +123,12 @@ class EngineCore:
         key: LookupKey = PLAIN_KEY,
         remote: RemoteDecode | RemotePrefill | None = None,
         client: str = "",
+        adapter: str | None = None,
     ) -> None:
         """Queue a request, or refuse it at once if it can never be served.
 
         `remote`: another engine continues it after its first token, or computes its prompt. `client`: whose request it
-        is; those of different clients start in turn.
+        is; those of different clients start in turn. `adapter`: the name of its adapter, whose key is in `key`.
         """
         self.limits.check(prompt, params)
         if isinstance(remote, RemoteDecode):
@@ -143,6 +144,7 @@ class EngineCore:
             self.publishing,
             client=client,
             has_store=self.streaming is not None,
+            adapter=adapter,
         )
         if isinstance(remote, RemoteDecode):
             assert self._prefills is not None
@@ -403,7 +405,7 @@ class EngineCore:
             assert sample.lease is not None
             packed = bytes(sample.lease.tokens[tables.start * TOKEN_BYTES : tables.end * TOKEN_BYTES])
             tokens = np.frombuffer(packed, dtype=np.int32)
-            work.append(Work(tokens, tables, _is_last(sample.lease, tables.end)))
+            work.append(Work(tokens, tables, _is_last(sample.lease, tables.end), sample.request.adapter))
             self.computed_tokens += tables.end - tables.start
             self.computed_prompt_tokens += max(0, min(tables.end, sample.request.prompt_tokens) - tables.start)
         self.scheduled_samples += len(scheduled)
@@ -663,8 +665,10 @@ class EngineCore:
 
 
 def _decodes(one: Entry) -> bool:
-    """Whether a sample computes one token and draws the next one alone."""
+    """Whether a sample computes one token and draws the next one alone. Decoding steps have no adapters."""
     sample, lease, tables = one.sample, one.lease, one.tables
+    if sample.request.adapter is not None:
+        return False
     is_alone = bool(sample.token_ids or sample.index) or sample.request.num_samples == 1
     return tables.end - tables.start == 1 and tables.loaded is None and _is_last(lease, tables.end) and is_alone
 

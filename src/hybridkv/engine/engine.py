@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
 from hybridkv.chats import Message, check_text
+from hybridkv.engine.adapters.adapters import check_adapter, read_adapters
 from hybridkv.engine.assembly import (
     Settings,
     about_kernels,
@@ -80,6 +81,7 @@ class Engine:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         compile: bool | None = None,
         graphs: bool = True,
+        adapters: Mapping[str, str | Path] | None = None,
         link: LinkOptions | None = None,
     ) -> None:
         """Load a model and start the engine.
@@ -101,10 +103,14 @@ class Engine:
         `load_timeout_s`: a request whose load takes longer computes its tokens instead.
         `compile`: compile the model's layers with torch (default: on a GPU, if they can be compiled).
         `graphs`: on a GPU, capture steps that only decode as CUDA graphs when the engine starts.
+        `adapters`: directories of LoRA adapters, as peft saves them, by the names that requests give them;
+            docs/adapters.md.
         `link`: compute prompts for other engines, or continue prompts of others; docs/disaggregation.md.
         """
         check_streaming(stream, load_timeout_s, has_store=store is not None)
         check_compile(compile)
+        if adapters and compile:
+            raise InputError("compile=True with adapters: compiled layers compute none; leave one of both out")
         if link is not None:
             link.check()
             check_nixl()
@@ -136,6 +142,7 @@ class Engine:
             compile=compile,
             graphs=graphs,
             link=link,
+            adapters=read_adapters(adapters),
         )
         opened = as_store(store) if store is not None else None  # a bad URL is known before a model is loaded
         try:
@@ -170,6 +177,7 @@ class Engine:
         if self._linking is not None:
             self._linking.on_event = self._tend_link
         self._inspection = Inspection(self._core, self._loop)
+        self._adapters = settings.adapters
         self._numbers = itertools.count()
         self._identity = loaded.identity
 
@@ -181,6 +189,7 @@ class Engine:
         prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         cache_salt: str = "",
         kv_transfer_params: Mapping[str, Any] | None = None,
         client: str = "",
@@ -188,19 +197,20 @@ class Engine:
     ) -> list[Result]:
         """Complete all prompts; results are in the same order. A prompt is a text, token ids, or from `render_chat`.
 
-        `sampling_params`: one for all prompts, or one for each. `cache_salt`: requests with different salts share no
-        cached data. `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`. `client`: whose
-        prompts these are; waiting prompts of different clients start in turn.
+        `sampling_params`: one for all prompts, or one for each. `adapter`: the name of one of the engine's `adapters`;
+        None: the model alone. `cache_salt`: requests with different salts share no cached data.
+        `kv_transfer_params`: of one prompt, for an engine with a link; see `stream`. `client`: whose prompts these
+        are; waiting prompts of different clients start in turn.
         Bad prompts and parameters are refused before any request starts. All requests start together: what their
         prompts share is computed once.
         """
         asked = as_list(prompts)
         remote = self.check_transfer(kv_transfer_params, len(asked))
         chosen = one_each(sampling_params, len(asked))
-        requests, key = self._checked(asked, chosen), lookup_key(cache_salt)
+        requests, key = self._checked(asked, chosen), self._key(cache_salt, adapter)
         news: queue.SimpleQueue[Update | HybridKVError] = queue.SimpleQueue()
         submitted = [
-            self._submission(prompt, params, key, news.put, remote, client)
+            self._submission(prompt, params, key, news.put, remote, client, adapter)
             for prompt, params in zip(requests, chosen, strict=True)
         ]
         try:
@@ -217,6 +227,7 @@ class Engine:
         prompt: AnyPrompt,
         sampling_params: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         cache_salt: str = "",
         kv_transfer_params: Mapping[str, Any] | None = None,
         client: str = "",
@@ -224,6 +235,7 @@ class Engine:
     ) -> AsyncIterator[Update]:
         """Yield updates as tokens are sampled; the last has the result. Leaving the loop early aborts the request.
 
+        `adapter`: the name of one of the engine's `adapters`; None: the model alone.
         `client`: whose request it is; waiting requests of different clients start in turn.
         `request_id`: its name in updates, results and records, a text of 1 to 256 characters; no other running request
         may have it.
@@ -235,14 +247,14 @@ class Engine:
         ready = self.prepare(prompt)
         [chosen] = one_each(sampling_params, 1)
         self.check(ready, chosen)
-        key = lookup_key(cache_salt)
+        key = self._key(cache_salt, adapter)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update | HybridKVError] = asyncio.Queue()
 
         def sink(update: Update | HybridKVError) -> None:
             loop.call_soon_threadsafe(news.put_nowait, update)
 
-        submitted = self._submission(ready, chosen, key, sink, remote, client, request_id)
+        submitted = self._submission(ready, chosen, key, sink, remote, client, adapter, request_id)
         self._loop.add([submitted])
         done = False
         try:
@@ -290,6 +302,11 @@ class Engine:
     def link(self) -> Link | None:
         """The link to other engines, if there is one."""
         return None if self._linking is None else self._linking.link
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The directories of its adapters, by name."""
+        return {name: one.adapter.directory for name, one in self._adapters.items()}
 
     @property
     def kernels(self) -> str:
@@ -414,10 +431,16 @@ class Engine:
         sink: Sink,
         remote: RemoteDecode | RemotePrefill | None,
         client: str,
+        adapter: str | None,
         request_id: str | None = None,
     ) -> Submission:
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote, client))
+        return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote, client, adapter))
+
+    def _key(self, cache_salt: str, adapter: str | None) -> LookupKey:
+        """The key of a request in the cache, in stores and between engines. Raises RequestError for unknown adapters."""
+        check_adapter(self._adapters, adapter)
+        return lookup_key(cache_salt, () if adapter is None else (self._adapters[adapter].key,))
 
     def _tend_link(self) -> None:
         """The link has news for the engine's thread."""

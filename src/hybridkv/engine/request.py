@@ -237,10 +237,13 @@ class Request:
         *,
         client: str,
         has_store: bool,
+        adapter: str | None = None,
     ) -> None:
         self.id = request_id
         self.client = client
         """Requests of different clients start in turn."""
+        self.adapter = adapter
+        """The name of the adapter that computes it; None: the model alone. Its key is in `key`."""
         self.prompt = prompt
         self.prompt_tokens = prompt.num_tokens
         self.breakpoints = prompt.breakpoints

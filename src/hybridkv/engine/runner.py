@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheLayout, StepTables
+from hybridkv.engine.adapters.adapters import Adapters, NamedAdapter
 from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.decoding.decoder import Decoded, Decoder
 from hybridkv.engine.decoding.step_buffer import Moved, Row, RowViews, StepBuffer
@@ -38,6 +39,8 @@ class Work(NamedTuple):
     tables: StepTables
     wants_logits: bool
     """Whether a token is sampled after the last one."""
+    adapter: str | None = None
+    """The name of the adapter that computes the tokens; None: the model alone."""
 
 
 class LayerObserver(Protocol):
@@ -60,6 +63,7 @@ class Runner:
         self._layout = layout
         decoder, layers = find_decoder(model)
         self._tables = TableMaker(model, layers, memory, layout, self.uploader)
+        self._adapters: Adapters | None = None
         self.num_layers = len(layers)
         self.taps = Taps(decoder, layers, memory, self.uploader)
         self._cache = PagedCache()
@@ -89,7 +93,8 @@ class Runner:
         step = self.uploader.send("step", tokens=tokens, positions=positions, shifts=shifts, last=last)
         tables = self._tables.make(spans, [one.tables for one in work])
         self.taps.begin(spans, [one.tables for one in work])
-        frame = Frame(self.memory, step["positions"], step["shifts"], tables)
+        adapters = None if self._adapters is None else self._adapters.step(spans, [one.adapter for one in work])
+        frame = Frame(self.memory, step["positions"], step["shifts"], tables, adapters)
         self._frame = frame
         try:
             return self._forward(frame, step["tokens"], step["last"])
@@ -190,7 +195,13 @@ class Runner:
         if wanted is not False:
             self._compiled = compile_layers(self.model, decoder_layers(self.model), wanted, self.device)
 
+    def use_adapters(self, adapters: Mapping[str, NamedAdapter]) -> None:
+        """Put adapters on the model. Raises ConfigError if one does not fit. Layers with adapters are not compiled."""
+        self._adapters = Adapters(self.model, find_layers(self.model), adapters, self.uploader)
+
     def close(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
         for hook in self._hooks:
             hook.remove()
         self.taps.close()
@@ -219,12 +230,18 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
 
 
 def find_decoder(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torch.nn.Module]]:
-    """The module that runs the decoder layers, and these. Not every family has a standard place for them."""
+    """The module that runs the decoder layers, and these."""
+    path = find_layers(model)
+    return model.get_submodule(path.rpartition(".")[0]), list(model.get_submodule(path))
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """The path of the list of decoder layers. Not every family has a standard place for it."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
         if is_list and len(module) == count and "vision" not in name and "audio" not in name:
-            return model.get_submodule(name.rpartition(".")[0]), list(module)
+            return name
     raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 

@@ -51,6 +51,11 @@ def directory_digest(directory: Path, *others: str) -> str:
     return digest.hexdigest()
 
 
+def adapter_digest(directory: Path) -> str:
+    """A digest of the files of an adapter, its configuration included."""
+    return directory_digest(directory, "adapter_config.json")
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     return {name: value for name, value in read_config_file(path).items() if name not in NOT_THE_MODEL}
 

@@ -84,8 +84,8 @@ class Explanation:
     groups: tuple[GroupSupply, ...]
     evicted: Evicted | None
     """The deepest checkpoint between `position` and `matched_tokens` that was evicted."""
-    is_salted: bool = False
-    """Whether a `cache_salt` keeps the request apart from requests without this salt."""
+    is_apart: bool = False
+    """Whether a `cache_salt` or an adapter keeps the request apart from requests without it."""
     likely: tuple[Place, ...] = ()
     """Where prompts that begin like this one part from earlier ones, as learned so far."""
 

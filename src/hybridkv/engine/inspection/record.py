@@ -89,6 +89,8 @@ class RequestRecord:
     total_s: float
     per_token_s: float
     preemptions: int
+    adapter: str | None = None
+    """The name of its adapter; None: the model alone."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,7 +99,9 @@ class RequestRecord:
     @property
     def why(self) -> list[Reason]:
         """Why not more of the prompt was cached; empty if all that can be was."""
-        return reasons(self.lookup, self.cached_tokens, self.evicted, self.store, self.preemptions)
+        return reasons(
+            self.lookup, self.cached_tokens, self.evicted, self.store, self.preemptions, adapter=self.adapter
+        )
 
     @property
     def by_source(self) -> dict[str, int]:
@@ -111,6 +115,7 @@ class RequestRecord:
         return {
             "request_id": self.request_id,
             "arrived_at": self.arrived_at,
+            "adapter": self.adapter,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "reply_tokens": self.reply_tokens,

@@ -118,6 +118,7 @@ class RequestLog:
             metrics.total_s,
             metrics.per_token_s,
             metrics.preemptions,
+            request.adapter,
         )
 
     def _evicted_in(self, prompt_tokens: int) -> Evicted | None:

@@ -33,11 +33,13 @@ def reasons(
     evicted: Evicted | None,
     store: StoreAccount | None,
     preemptions: int,
+    *,
+    adapter: str | None = None,
 ) -> list[Reason]:
-    """The reasons, the main one first. `evicted`: what the request found out while it computed."""
+    """The reasons, the main one first. `evicted`: what the request found out while it computed. `adapter`: its name."""
     found: list[Reason] = []
     if lookup is not None:
-        found += _about_memory(lookup, cached_tokens, evicted, has_store=store is not None)
+        found += _about_memory(lookup, cached_tokens, evicted, adapter, has_store=store is not None)
         if store is not None and cached_tokens < lookup.last_position:
             found += _about_store(store, lookup)
     if preemptions:
@@ -48,7 +50,7 @@ def reasons(
 
 
 def _about_memory(
-    lookup: Explanation, cached_tokens: int, evicted: Evicted | None, *, has_store: bool
+    lookup: Explanation, cached_tokens: int, evicted: Evicted | None, adapter: str | None, *, has_store: bool
 ) -> Iterator[Reason]:
     if lookup.prompt_tokens <= lookup.block_tokens:
         yield _too_short(lookup)
@@ -64,7 +66,7 @@ def _about_memory(
     if evicted is not None and evicted.position > reach:
         yield _gone(evicted, evicted.position - reach, has_store)
     else:
-        yield _new(lookup, reach)
+        yield _new(lookup, reach, adapter)
 
 
 def _too_short(lookup: Explanation) -> Reason:
@@ -111,20 +113,24 @@ def _gone(evicted: Evicted, lost: int, has_store: bool) -> Reason:
     return Reason("evicted", evicted.position, lost, text)
 
 
-def _new(lookup: Explanation, reach: int) -> Reason:
+def _new(lookup: Explanation, reach: int, adapter: str | None) -> Reason:
     """Nothing goes on the same after `reach`, in memory or in a store."""
     size, parted, rest = lookup.block_tokens, max(lookup.parted_at, reach), lookup.prompt_tokens - reach
+    kin = "" if adapter is None else f" of the adapter {adapter!r}"
     if reach:
-        text = f"The rest is new: no cached prompt goes on the same from token {parted:,} on."
+        text = f"The rest is new: no cached prompt{kin} goes on the same from token {parted:,} on."
         return Reason("new", parted, rest, text)
     if parted:
         text = (
-            f"The nearest cached prompt differs from token {parted:,} on. A shared prefix has at least {size} tokens, "
+            f"The nearest cached prompt{kin} differs from token {parted:,} on. A shared prefix has at least {size} tokens, "
             f"and begins with the first token."
         )
         return Reason("parted_early", parted, rest, text)
-    salted = " with the same cache_salt" if lookup.is_salted else ""
-    text = f"No cached prompt{salted} begins with the same token. A shared prefix has at least {size} tokens."
+    if adapter is not None:
+        kin += " and the same cache_salt"
+    elif lookup.is_apart:
+        kin = " with the same cache_salt"
+    text = f"No cached prompt{kin} begins with the same token. A shared prefix has at least {size} tokens."
     return Reason("never_seen", 0, rest, text)
 
 

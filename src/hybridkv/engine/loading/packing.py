@@ -24,7 +24,7 @@ from hybridkv.engine.seams.ops import operation
 _TYPICAL_TOKENS = 16
 """Number of rows that the layout is optimized for. Other numbers work, too; small ones gain most."""
 
-_READ_ELSEWHERE = frozenset({"dt_proj"})
+READ_ELSEWHERE = frozenset({"dt_proj"})
 """Linear layers whose weights some mixer reads directly."""
 
 _COPY_SHARE = 8
@@ -53,7 +53,7 @@ def pack_weights(model: PreTrainedModel) -> None:
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # by weight: layers may share weights
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and name not in _READ_ELSEWHERE and id(child.weight) not in too_large:
+            if type(child) is nn.Linear and name not in READ_ELSEWHERE and id(child.weight) not in too_large:
                 places.setdefault(id(child.weight), []).append((parent, name))
     for sharing in places.values():  # each plain weight is freed before the next is packed
         packed = _pack(getattr(*sharing[0]).weight)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -16,18 +17,47 @@ from hybridkv.kernels.tokens import TokenTable
 from hybridkv.memory import LayerMemory, Memory
 
 
+class AdapterRows(NamedTuple):
+    """The tokens of a step that one adapter computes."""
+
+    name: str
+    own: torch.Tensor
+    """Their rows in the packed step."""
+    seen: torch.Tensor
+    """Rows of all tokens that its requests see, in a layer that is given those of all requests one after another."""
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step."""
+
+    rows: Sequence[AdapterRows]
+    num_tokens: int
+    """Rows of the packed step, those without an adapter included."""
+    num_seen: int
+    """Tokens that all requests of the step see."""
+
+
 class Frame:
     """Tables of one step, and the layer that is running."""
 
-    __slots__ = ("attention_layer", "memory", "positions", "shifts", "state_layer", "tables")
+    __slots__ = ("adapters", "attention_layer", "memory", "positions", "shifts", "state_layer", "tables")
 
-    def __init__(self, memory: Memory, positions: torch.Tensor, shifts: torch.Tensor, tables: Tables) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        positions: torch.Tensor,
+        shifts: torch.Tensor,
+        tables: Tables,
+        adapters: StepAdapters | None = None,
+    ) -> None:
         self.memory = memory
         self.positions = positions
         """Position of each packed token in its own request."""
         self.shifts = shifts
         """Position of each packed token minus its index in the packed row."""
         self.tables = tables
+        self.adapters = adapters
+        """None if no token of the step has an adapter."""
         self.attention_layer = -1
         """The layer whose attention comes next."""
         self.state_layer = -1

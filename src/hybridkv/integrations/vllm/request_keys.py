@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.cache.tokens import TOKEN_BYTES, lookup_key, pack_tokens
+from hybridkv.cache.tokens import TOKEN_BYTES, adapter_key, lookup_key, pack_tokens
 from hybridkv.errors import ConfigError
-from hybridkv.models.checkpoint_digest import directory_digest
+from hybridkv.models.checkpoint_digest import adapter_digest
 from hybridkv.stream import BlockKeys
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _extra_keys(request: Request) -> list[str]:
     key = (lora.lora_path, _stamp(Path(lora.lora_path)))
     if key not in _adapters:
         _adapters[key] = _adapter_digest(lora.lora_path)
-    return [f"lora {lora.lora_name} {_adapters[key]}"]
+    return [adapter_key(lora.lora_name, _adapters[key])]
 
 
 def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
@@ -75,7 +75,7 @@ def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
 def _adapter_digest(path: str) -> str:
     """A digest of the adapter's files: another adapter may get the same name."""
     try:
-        return directory_digest(Path(path), "adapter_config.json")
+        return adapter_digest(Path(path))
     except (ConfigError, OSError):
         return path  # of the hub: its name with the revision is all there is
 
