@@ -46,13 +46,13 @@ def chat_command(
 
     Each turn takes up the cache where the last reply ended, as far as its text gives the same tokens again.
     """
-    params = sampling(max_tokens, temperature, top_p, top_k, seed)
+    adapter, params = options.only_adapter(), sampling(max_tokens, temperature, top_p, top_k, seed)
     with replace(options, max_num_seqs=1).start(model) as engine:
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         _check_template(engine, messages)
         while line := _ask():
             messages.append({"role": "user", "content": line})
-            result = _answer(engine, engine.render_chat(messages), params)
+            result = _answer(engine, engine.render_chat(messages), params, adapter)
             if result is None:
                 messages.pop()
                 continue
@@ -81,12 +81,12 @@ def _ask() -> str:
         raise InputError(f"cannot read a message from standard input: {error}") from None
 
 
-def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Result | None:
+def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Result | None:
     """Print a reply as it comes; None if it was interrupted."""
 
     async def stream() -> Result | None:
         result = None
-        async for update in engine.stream(prompt, params):
+        async for update in engine.stream(prompt, params, adapter=adapter):
             write(update.text, end="")
             result = update.result
         return result

@@ -85,6 +85,15 @@ class EngineOptions:
     load_timeout_s: Annotated[
         float, typer.Option(help="Seconds after which a load is given up, and its request computes by itself.")
     ] = 30.0
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="A LoRA adapter, as peft saves it, and the name that requests give it. With serve: may be given more "
+            "than once.",
+        ),
+    ] = None
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -105,8 +114,27 @@ class EngineOptions:
         engines = import_engine()
         _quiet(shows_bars)
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        engine: Engine = engines.Engine(model, **{**given, "store": self.store or None}, link=link)
+        given |= {"store": self.store or None, "adapters": self._adapters_by_name() or None}
+        engine: Engine = engines.Engine(model, **given, link=link)
         return engine
+
+    def only_adapter(self) -> str | None:
+        """The name of the adapter of all requests of a command. None without one."""
+        names = list(self._adapters_by_name())
+        if len(names) > 1:
+            raise InputError(f"--adapter {names[0]} and --adapter {names[1]}: only serve takes several; give one")
+        return names[0] if names else None
+
+    def _adapters_by_name(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for text in self.adapters or ():
+            name, _, directory = text.partition("=")
+            if not name or not directory:
+                raise InputError(f"--adapter {text!r}: write a name and a directory, such as sql=/path/to/adapter")
+            if name in found:
+                raise InputError(f"--adapter {name} twice: give each adapter a name of its own")
+            found[name] = directory
+        return found
 
 
 def takes_engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -40,12 +40,12 @@ class _Job:
     is_in_place: bool
     """Whether the folder is the input's own, which has a dataset already."""
 
-    def manifest(self, engine: Any, taps: Taps) -> Manifest:
+    def manifest(self, engine: Any, adapter: str | None, taps: Taps) -> Manifest:
         from hybridkv.taps import Manifest
 
         return Manifest(
-            model=engine.model_name,
-            model_digest=engine.model_digest(),
+            model=engine.model_name if adapter is None else f"{engine.model_name} with adapter {adapter}",
+            model_digest=engine.model_digest(adapter),
             layers=taps.layers,
             hidden_size=taps.hidden_size,
             **self.known(),
@@ -105,6 +105,7 @@ def extract_command(
 
     Interrupted, killed, or out of disk space: run the same command again, and it goes on where it was.
     """
+    adapter = options.only_adapter()
     job = _checked(source, out, layers, dtype, max_tokens, shard, queue)
     engines = import_engine()
     params = engines.SamplingParams(max_tokens=1, temperature=0, hidden_layers=job.layers, hidden_tokens="prompt")
@@ -114,9 +115,9 @@ def extract_command(
         engine = stack.enter_context(
             replace(options, dtype=model_dtype, graphs=False, max_num_seqs=at_once).start(model)
         )
-        extraction = Extraction(engine, params, max_tokens)
+        extraction = Extraction(engine, params, max_tokens, adapter)
         taps = extraction.try_one()
-        manifest = job.manifest(engine, taps)
+        manifest = job.manifest(engine, adapter, taps)
         _check_same(folder, asdict(manifest))
         if dry_run:
             write(estimate(extraction, job.prompts, folder, manifest, taps))

@@ -58,14 +58,15 @@ class Done(NamedTuple):
 class Extraction:
     """One engine that taps the same layers of every prompt."""
 
-    def __init__(self, engine: Any, params: Any, max_tokens: int | None) -> None:
+    def __init__(self, engine: Any, params: Any, max_tokens: int | None, adapter: str | None = None) -> None:
         self._engine = engine
         self._params = params
         self._max_tokens = max_tokens
+        self._adapter = adapter
 
     def try_one(self) -> Taps:
         """Compute one token. Raises RequestError for layers that the model does not have."""
-        [result] = self._engine.generate([[0]], self._params, progress=False)
+        [result] = self._engine.generate([[0]], self._params, adapter=self._adapter, progress=False)
         rows = rows_of(result)
         return Taps(tuple(result.hidden_layers), int(rows.shape[-1]), int(rows.element_size()))
 
@@ -133,7 +134,7 @@ class Extraction:
         import torch
 
         result: Any = None
-        async for update in self._engine.stream(ready.prompt, self._params):
+        async for update in self._engine.stream(ready.prompt, self._params, adapter=self._adapter):
             result = update.result
         try:
             rows = rows_of(result)

@@ -65,11 +65,11 @@ def generate_command(
 
     Prompts that begin alike share what they have in common; --json tells how many tokens the cache supplied.
     """
-    wanted = _read_prompts(prompts, prompt_file)
+    adapter, wanted = options.only_adapter(), _read_prompts(prompts, prompt_file)
     params = sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), n)
     at_once = min(options.max_num_seqs, max(1, len(wanted) * n))
     with replace(options, max_num_seqs=at_once).start(model) as engine:
-        results = engine.generate(wanted, params, progress=sys.stderr.isatty())
+        results = engine.generate(wanted, params, adapter=adapter, progress=sys.stderr.isatty())
         for result, prompt in zip(results, wanted, strict=True):
             if as_json:
                 write(json.dumps(_report(result), ensure_ascii=False))

@@ -241,6 +241,8 @@ def _announce(
         cut = f" x {group.layout.pages}" if group.layout.pages > 1 else ""
         out.print(f"  {group.name}: {len(group.layers)} layers, pages of {format_bytes(group.page_bytes)}{cut}")
     out.print(f"  kernels: {engine.kernels}", highlight=False, soft_wrap=True)
+    for name, directory in engine.adapters.items():
+        out.print(f"  adapter {escape(name)}: {escape(str(directory))}", highlight=False, soft_wrap=True)
     for place in places:
         out.print(f"  {escape(place)}", highlight=False, soft_wrap=True)
     if engine.link is not None:

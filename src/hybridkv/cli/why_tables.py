@@ -81,6 +81,8 @@ def _prompt(prompt: Record, width: int) -> list[RenderableType]:
 def _sentences(prompt: Record) -> Text:
     count, cached = prompt["prompt_tokens"], prompt["cached_tokens"]
     text = Text(f"{cached:,} of {count:,} prompt tokens were cached.", style="bold")
+    if prompt.get("adapter") is not None:  # servers of older versions do not tell it
+        text.append(f"\nAdapter: {printable(prompt['adapter'])}", style="not bold")
     if not prompt["why"] and cached:
         text.append(f"\n{_ALL_CACHED}", style="not bold")
     for reason in prompt["why"]:

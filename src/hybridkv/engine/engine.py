@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from xxhash import xxh3_128
 
 from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
 from hybridkv.chats import Message, check_text
@@ -41,7 +42,7 @@ from hybridkv.engine.runner import LayerObserver
 from hybridkv.engine.sampling.params import SamplingParams
 from hybridkv.engine.stats import EngineStats
 from hybridkv.engine.streaming.store_traffic import check_streaming
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import HybridKVError, InputError, RequestError
 from hybridkv.link import params as transfer_params
 from hybridkv.link.agent import check_nixl
 from hybridkv.link.link import Link, LinkOptions
@@ -363,11 +364,17 @@ class Engine:
         """What people see of the engine: snapshots of its memory, its last steps, records, and pins by hand."""
         return self._inspection
 
-    def model_digest(self) -> str:
-        """A digest of the model's weights and configuration: the same for the same model, wherever it lies."""
+    def model_digest(self, adapter: str | None = None) -> str:
+        """A digest of the model's weights and configuration: the same for the same model, wherever it lies.
+
+        `adapter`: the name of one of the engine's `adapters`, which the digest then covers, too.
+        """
+        check_adapter(self._adapters, adapter)
         if not self._identity:
             self._identity = self._loop.call(lambda: model_identity(self._core.runner.model))
-        return self._identity
+        if adapter is None:
+            return self._identity
+        return xxh3_128(f"{self._identity} {self._adapters[adapter].key}".encode()).hexdigest()
 
     def reset_cache(self) -> None:
         """Drop everything cached in memory. Running requests continue; data in a store can still be loaded."""
@@ -438,7 +445,7 @@ class Engine:
         return Submission(name, sink, lambda: self._core.add(name, prompt, params, key, remote, client, adapter))
 
     def _key(self, cache_salt: str, adapter: str | None) -> LookupKey:
-        """The key of a request in the cache, in stores and between engines. Raises RequestError for unknown adapters."""
+        """The key of a request wherever its KV is kept. Raises RequestError for an adapter that is not known."""
         check_adapter(self._adapters, adapter)
         return lookup_key(cache_salt, () if adapter is None else (self._adapters[adapter].key,))
 

@@ -241,7 +241,7 @@ def find_layers(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
         if is_list and len(module) == count and "vision" not in name and "audio" not in name:
-            return name
+            return str(name)
     raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 

@@ -386,7 +386,9 @@ def _place_of(value: Sequence[Any]) -> Place:
 
 def _check_same(one: Prompt, other: Prompt) -> None:
     if (one.num_tokens, one.digest) != (other.num_tokens, other.digest):
-        raise Refused("the prompts or cache salts of both engines differ: send both the same request", "prompt")
+        raise Refused(
+            "the prompts, cache salts or adapters of both engines differ: send both the same request", "prompt"
+        )
     if one.sampling != other.sampling:
         raise Refused(
             "the sampling parameters of both engines differ: send both the same, but for max_tokens", "prompt"

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from hybridkv import __version__
 from hybridkv.engine import Engine, EngineError
+from hybridkv.errors import InputError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.access import Access, need_operator
 from hybridkv.serve.clients import Clients
@@ -105,6 +106,7 @@ class ServeOptions:
 def make_app(engine: Engine, options: ServeOptions) -> Front:
     """An ASGI application that serves an engine. The caller still owns the engine and closes it."""
     name = options.served_model_name
+    _check_names(engine, name, options.root)
     hidden_states = HiddenStates(engine, options.hidden_folder, options.hidden_layers)
     history = History(options.history)
     service = Service(engine, name, options.root or name, options.max_waiting, options.clients, hidden_states, history)
@@ -149,6 +151,13 @@ def make_app(engine: Engine, options: ServeOptions) -> Front:
     )
 
 
+def _check_names(engine: Engine, model_name: str, root: str | None) -> None:
+    """Each name that a request may give as its model must mean one thing."""
+    taken = next((name for name in engine.adapters if name in (model_name, root)), None)
+    if taken is not None:
+        raise InputError(f"adapter {taken!r} has the name of the model: give one of them another name")
+
+
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, responses=_text(CompletionReply), response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -162,13 +171,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return ModelList(data=[service.card()])
+        """List the served model and its adapters."""
+        return ModelList(data=service.cards())
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
-        service.check_model(name)
-        return service.card()
+        return service.card(service.adapter_of(name))
 
 
 def _add_link(app: FastAPI, service: Service) -> None:

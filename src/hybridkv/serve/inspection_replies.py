@@ -124,6 +124,7 @@ class PromptRecord(BaseModel):
 
     request_id: str
     arrived_at: float
+    adapter: str | None
     finish_reason: str
     prompt_tokens: int
     reply_tokens: int

@@ -99,6 +99,7 @@ class PromptBatch(NamedTuple):
     cache_salt: str
     ticket: Ticket
     kv_transfer_params: Mapping[str, Any] | None = None
+    adapter: str | None = None
 
     async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
         """Yield updates of all prompts as they arrive, with the prompt's number. Leaving early aborts all prompts."""
@@ -109,6 +110,7 @@ class PromptBatch(NamedTuple):
                 updates = engine.stream(
                     prompt,
                     self.params,
+                    adapter=self.adapter,
                     cache_salt=self.cache_salt,
                     kv_transfer_params=self.kv_transfer_params,
                     client=self.ticket.client,

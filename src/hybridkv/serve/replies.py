@@ -121,6 +121,8 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "hybridkv"
     root: str
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
     max_model_len: int
 
 

@@ -64,7 +64,7 @@ class _SampledRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
+    model: str | None = Field(None, description="The served model's name, or an adapter's; may be left out.")
     n: int | None = Field(None, ge=1, le=MAX_N, description="Replies to the same prompt.")
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE, description="0: always the likeliest token.")
     top_p: float | None = Field(None, gt=0, le=1)

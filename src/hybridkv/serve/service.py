@@ -67,14 +67,28 @@ class Service:
         self.tokenizing.close()
         self.hidden_states.close()
 
-    def card(self) -> ModelCard:
+    def cards(self) -> list[ModelCard]:
+        """The model, and its adapters."""
+        return [self.card(None), *(self.card(name) for name in self.engine.adapters)]
+
+    def card(self, adapter: str | None) -> ModelCard:
+        root = self.root if adapter is None else str(self.engine.adapters[adapter])
         return ModelCard(
-            id=self.model_name, root=self.root, created=self._created, max_model_len=self.engine.max_model_len
+            id=self.model_name if adapter is None else adapter,
+            root=root,
+            parent=None if adapter is None else self.model_name,
+            created=self._created,
+            max_model_len=self.engine.max_model_len,
         )
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.model_name, self.root):
-            raise UnknownModelError(f"no model {name[:200]!r} here: this server has {self.model_name!r}", "model")
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request names in its field `model`; None if it names the model, or nothing."""
+        if model in (None, "", self.model_name, self.root):
+            return None
+        if model in self.engine.adapters:
+            return model
+        there = ", ".join(map(repr, (self.model_name, *self.engine.adapters)))
+        raise UnknownModelError(f"no model {model[:200]!r} here: this server has {there}", "model")
 
     def end(self, path: str, outcome: str, state: Mapping[str, Any]) -> None:
         """Count a finished request. Called for every path."""
@@ -85,7 +99,7 @@ class Service:
 
     async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
         """Tokenize or detokenize. The tokenizing thread also serializes the reply, since it may be long."""
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         content = await self._tokenized(request, lambda engine: body.reply(engine).model_dump_json(), body.source)
         return Response(content, media_type="application/json")
 
@@ -101,7 +115,7 @@ class Service:
 
     async def answer(self, request: Request, body: AnyRequest) -> Response:
         """A reply, or a stream that has not started yet."""
-        self.check_model(body.model)
+        adapter = self.adapter_of(body.model)
         params = self.hidden_states.params(body, body.params())
         self._check_transfer(body)
         ticket = self.admission.enter(self.clients.client_of(request), body.num_prompts, params.n)
@@ -111,9 +125,10 @@ class Service:
                 self._check(prompt, params, body.source)
             speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
             ids = [prompt.token_ids for prompt in asked.prompts] if body.return_token_ids else None
-            reply_format = speak(self.model_name, self.texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
+            model_name = self.model_name if adapter is None else adapter
+            reply_format = speak(model_name, self.texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
             salt, transfer = body.cache_salt or "", body.kv_transfer_params
-            batch = PromptBatch(reply_format.id, asked.prompts, params, salt, ticket, transfer)
+            batch = PromptBatch(reply_format.id, asked.prompts, params, salt, ticket, transfer, adapter)
             self._begin(request, batch)
             if body.stream:
                 return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.end)
@@ -132,7 +147,7 @@ class Service:
             request.state.request_id,
             caller_of(request).owner,
             request.url.path,
-            self.model_name,
+            self.model_name if batch.adapter is None else batch.adapter,
             sum(prompt.num_tokens for prompt in batch.prompts),
             [PromptEntry() for _ in batch.prompts],
         )

@@ -18,7 +18,7 @@ from hybridkv.serve.unsupported import check_extras
 class _TokenRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
+    model: str | None = Field(None, description="The served model's name, or an adapter's; may be left out.")
 
 
 class _Tokenize(_TokenRequest):

@@ -28,6 +28,8 @@ def fit(model: PreTrainedModel, layers_path: str, adapter: Adapter) -> Mapping[s
     fitted: dict[str, LoraPair] = {}
     for stated, pair in adapter.pairs.items():
         path = _find(modules, layers_path, stated)
+        if path.rpartition(".")[2] in READ_ELSEWHERE and not pair.up.any():
+            continue  # it had no effect in training either
         module = modules.get(path)
         reason = "it has no such module" if module is None else _obstacle(model, path, module)
         if reason is not None:

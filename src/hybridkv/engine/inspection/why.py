@@ -122,8 +122,8 @@ def _new(lookup: Explanation, reach: int, adapter: str | None) -> Reason:
         return Reason("new", parted, rest, text)
     if parted:
         text = (
-            f"The nearest cached prompt{kin} differs from token {parted:,} on. A shared prefix has at least {size} tokens, "
-            f"and begins with the first token."
+            f"The nearest cached prompt{kin} differs from token {parted:,} on. A shared prefix has at least {size} "
+            f"tokens, and begins with the first token."
         )
         return Reason("parted_early", parted, rest, text)
     if adapter is not None:
