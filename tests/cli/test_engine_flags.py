@@ -65,6 +65,7 @@ OTHER_VALUES: dict[str, tuple[list[str], object]] = {
     "store": (["--store", "memory://?size=1MiB", "--store", "memory://"], ["memory://?size=1MiB", "memory://"]),
     "stream": (["--stream", "async"], "async"),
     "load_timeout_s": (["--load-timeout-s", "2.5"], 2.5),
+    "adapters": (["--adapter", "sql=/some/where"], {"sql": "/some/where"}),
     "compile": (["--compile"], True),
     "graphs": (["--no-graphs"], False),
 }
@@ -161,6 +162,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--tokenizer", "/no/such/place"], "no directory '/no/such/place': name one that a tokenizer was saved to"),
         (["--load-timeout-s", "nan"], "load_timeout_s nan"),
         (["--attn-pack-size", "two"], "--attn-pack-size"),
+        (["--adapter", "sql"], "--adapter 'sql': write a name and a directory, such as sql=/path/to/adapter"),
+        (["--adapter", "=/some/where"], "--adapter '=/some/where': write a name and a directory"),
+        (["--adapter", "a=/some", "--adapter", "a=/where"], "--adapter a twice: give each adapter a name of its own"),
+        (["--adapter", "sql=/no/such=place"], "no directory '/no/such=place': name one that a LoRA adapter"),
     ],
 )
 def test_bad_values_are_refused_before_a_model_is_loaded(
@@ -176,6 +181,14 @@ def test_bad_values_are_refused_before_a_model_is_loaded(
 
     monkeypatch.setattr("hybridkv.engine.loading.checkpoint._from_checkpoint", load)
     assert words in complaint(monkeypatch, capsys, command, checkpoint, *args)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "extract"])
+def test_commands_without_a_choice_take_one_adapter(
+    command: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = complaint(monkeypatch, capsys, command, checkpoint, "--adapter", "a=/some", "--adapter", "b=/where")
+    assert "--adapter a and --adapter b: only serve takes several; give one" in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)

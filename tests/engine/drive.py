@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from hybridkv.cache import Cache, CacheLayout, lookup_key
 from hybridkv.cache.tokens import TOKEN_BYTES
+from hybridkv.engine.adapters.adapters import read_adapters
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.decoding.decoder import Decoded, Decoder, DrawnTokens
 from hybridkv.engine.decoding.launched import Launched
@@ -139,6 +141,7 @@ class Computed(NamedTuple):
     """All tokens up to its end."""
     start: int
     logits: torch.Tensor
+    adapter: str | None
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +164,7 @@ class Driver:
 
     decodes: "graphs": decoding steps run as on a GPU, "packed": only their results are read as late as there.
     experts: how transformers computes experts in graphs. Grouped products of float32 cannot be captured.
+    adapters: directories of adapters by name, and the models that say what requests with each of them compute.
     """
 
     def __init__(
@@ -177,9 +181,12 @@ class Driver:
         experts: str = "batched_mm",
         compiles: bool = False,
         tokenizer: Tokenizer | None = None,
+        adapters: Mapping[str, tuple[Path, Any]] | None = None,
         **options: Any,
     ) -> None:
         self.model = model
+        self.models = {None: model, **{name: one for name, (_, one) in (adapters or {}).items()}}
+        """The oracles of requests, by their adapter."""
         self.tolerance = tolerance
         loaded = load(copy.deepcopy(model), device=device)  # the model itself stays stock: it is the oracle
         plan = make_plan(with_all_taps(loaded.spec) if has_taps else loaded.spec, PlanOptions(memory_bytes, **options))
@@ -187,6 +194,9 @@ class Driver:
         self.memory = Memory(plan, self.layout, loaded.device)
         self.cache = Cache(self.layout, run_operations=self.memory.run)
         self.runner = WatchedRunner(loaded.model, self.memory, self.layout)
+        self.adapters = read_adapters({name: place for name, (place, _) in (adapters or {}).items()})
+        if self.adapters:
+            self.runner.use_adapters(self.adapters)
         if decodes == "packed":
             self.runner.decoder = PackedDecoder(self.runner)
         elif decodes:
@@ -223,9 +233,12 @@ class Driver:
         *,
         breakpoints: Sequence[int] = (),
         client: str = "",
+        adapter: str | None = None,
         **key: Any,
     ) -> None:
-        self.core.add(name, Prompt(prompt, breakpoints), params, lookup_key(**key), client=client)
+        extra = () if adapter is None else (self.adapters[adapter].key,)
+        made = lookup_key(extra_keys=extra, **key)
+        self.core.add(name, Prompt(prompt, breakpoints), params, made, client=client, adapter=adapter)
 
     def step(self) -> list[Update]:
         """One step, checked."""
@@ -234,7 +247,7 @@ class Driver:
 
         def watched() -> Any:
             step, stuck = before()
-            scheduled.extend((sample.tokens, tables) for sample, tables in step)
+            scheduled.extend((sample.tokens, tables, sample.request.adapter) for sample, tables in step)
             return step, stuck
 
         self.core.scheduler.schedule = watched  # type: ignore[method-assign]
@@ -267,10 +280,10 @@ class Driver:
         row = 0
         if scheduled and not hasattr(self.runner, "logits"):
             raise AssertionError("the first step has failed") from self.runner.failure
-        for packed, tables in scheduled:
+        for packed, tables, adapter in scheduled:
             logits = self.runner.logits[row : row + tables.end - tables.start].float().cpu()
             row += tables.end - tables.start
-            self._computed.append(Computed(packed[: tables.end * TOKEN_BYTES], tables.start, logits))
+            self._computed.append(Computed(packed[: tables.end * TOKEN_BYTES], tables.start, logits, adapter))
         self._noted()
 
     def _note(self, launched: Launched) -> None:
@@ -280,7 +293,8 @@ class Driver:
             logits = launched.decoded.logits[one.row][None]
             if one.is_alive:
                 known = bytes(one.lease.tokens[: end * TOKEN_BYTES])
-                self._computed.append(Computed(known, start, logits.float().cpu().clone()))
+                assert one.sample.request.adapter is None  # such a step has no adapters
+                self._computed.append(Computed(known, start, logits.float().cpu().clone(), None))
         self._noted()
 
     def _noted(self) -> None:
@@ -293,10 +307,12 @@ class Driver:
     def compare(self) -> None:
         """Compare the logits of all steps that wait for it with the stock model's."""
         waiting, self._computed, self._num_waiting = self._computed, [], 0
-        whole, expected = b"", torch.empty(0)
-        for known, start, logits in sorted(waiting, key=lambda one: one.known, reverse=True):  # longest first
-            if not whole.startswith(known) or not whole:
-                whole, expected = known, oracle_logits(self.model, list(memoryview(known).cast("i")))
+        whole, its, expected = b"", None, torch.empty(0)
+        longest_first = sorted(waiting, key=lambda one: (one.adapter or "", one.known), reverse=True)
+        for known, start, logits, adapter in longest_first:
+            if not whole.startswith(known) or not whole or its != adapter:
+                whole, its = known, adapter
+                expected = oracle_logits(self.models[adapter], list(memoryview(known).cast("i")))
             end = start + len(logits)
             worst = float((logits - expected[start:end]).abs().max())
             self.worst = max(self.worst, worst)
@@ -313,9 +329,11 @@ def set_experts(model: Any, kind: str) -> None:
 
 def check_greedy(driver: Driver, name: str) -> None:
     """Greedy tokens are the stock model's wherever its two best differ by more than the tolerance."""
+    record = driver.results[name].record
+    model = driver.models[None if record is None else record.adapter]
     for completion in driver.results[name].completions:
         prompt = driver.results[name].prompt_token_ids
-        logits = oracle_logits(driver.model, prompt + completion.token_ids)
+        logits = oracle_logits(model, prompt + completion.token_ids)
         for position, token in enumerate(completion.token_ids, len(prompt) - 1):
             best, second = logits[position].topk(2).values.tolist()
             assert token == int(logits[position].argmax()) or best - second <= driver.tolerance
