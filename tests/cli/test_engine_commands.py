@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from hybridkv import Engine, SamplingParams
 from hybridkv.cli.main import run
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.lora import directories
 from tests.tiny import tiny_config
 
 SMALL = ["--memory", "16MiB", "--device", "cpu"]
@@ -67,6 +69,22 @@ def test_compile_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["generate", str(tmp_path), "-p", "user", *GREEDY]) == 0
     assert run(["generate", str(tmp_path), "-p", "user", *GREEDY, "--compile"]) == 2
     assert "compile=True: layers of type 'llama4_text' cannot be compiled" in capsys.readouterr().err
+
+
+def test_an_adapter_computes_all_prompts_of_a_command(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = ["--adapter", f"sql={directories('qwen3_next')['sql']}"]
+    with Engine(checkpoint, memory="16MiB", device="cpu", adapters=directories("qwen3_next")) as engine:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        [expected] = engine.generate(SENTENCE, params, adapter="sql", progress=False)
+        chat = engine.render_chat([{"role": "user", "content": "user"}])
+        [said] = engine.generate(chat, params, adapter="sql", progress=False)
+    plain = reports(capsys, checkpoint, "-p", SENTENCE, *GREEDY)[0]
+    assert reports(capsys, checkpoint, "-p", SENTENCE, *GREEDY, *adapter)[0]["token_ids"] == expected.token_ids
+    assert plain["token_ids"] != expected.token_ids
+    pipe_in(monkeypatch, "user\n")
+    assert output(capsys, "chat", checkpoint, *GREEDY, *adapter) == f"{said.text}\n"
 
 
 def test_several_prompts_are_told_apart(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from hybridkv.cli.main import run
 from tests import warm
 from tests.cli.extract_processes import KILLS, PARTS
 from tests.engine.checkpoints import save_checkpoint, tokenizer
+from tests.engine.lora import directories
 from tests.engine.reference import by_torch
 
 SAMPLES = int(os.environ.get("HYBRIDKV_SAMPLES", "100"))
@@ -143,6 +144,22 @@ def test_the_manifest_says_what_it_is(checkpoint: str, tmp_path: Path, capsys: p
     assert about.layers == (1, num_layers, "final")
     assert (about.model, about.dtype, about.num_samples) == (Path(checkpoint).name, "fp8", 2)
     assert len(about.model_digest) == len(about.input_digest) == 32
+
+
+def test_an_adapter_has_hidden_states_of_its_own(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, args = write_lines(tmp_path, random_ids(2)), ["--layers", "2,final", "--dtype", "fp32"]
+    adapter = ["--adapter", f"sql={directories('qwen3_next')['sql']}"]
+    extract(capsys, checkpoint, source, tmp_path / "plain", *args)
+    extract(capsys, checkpoint, source, tmp_path / "sql", *args, *adapter)
+    plain, adapted = taps.open(tmp_path / "plain"), taps.open(tmp_path / "sql")
+    assert adapted.manifest.model == f"{plain.manifest.model} with adapter sql"
+    assert adapted.manifest.model_digest != plain.manifest.model_digest
+    states = [{one["index"]: one["hidden_states"] for one in folder} for folder in (plain, adapted)]
+    assert float((states[1][0] - states[0][0]).abs().max()) > 0.1
+    words = ["-i", str(source), "-o", str(tmp_path / "sql"), *SMALL, *args]
+    assert "the digest of the model" in complaint(capsys, 2, checkpoint, *words)
 
 
 def test_shards(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
