@@ -185,7 +185,7 @@ class Driver:
         **options: Any,
     ) -> None:
         self.model = model
-        self.models = {None: model, **{name: one for name, (_, one) in (adapters or {}).items()}}
+        self.models: dict[str | None, Any] = {None: model}
         """The oracles of requests, by their adapter."""
         self.tolerance = tolerance
         loaded = load(copy.deepcopy(model), device=device)  # the model itself stays stock: it is the oracle
@@ -194,7 +194,9 @@ class Driver:
         self.memory = Memory(plan, self.layout, loaded.device)
         self.cache = Cache(self.layout, run_operations=self.memory.run)
         self.runner = WatchedRunner(loaded.model, self.memory, self.layout)
-        self.adapters = read_adapters({name: place for name, (place, _) in (adapters or {}).items()})
+        given = dict(adapters or {})
+        self.models |= {name: one for name, (_, one) in given.items()}
+        self.adapters = read_adapters({name: place for name, (place, _) in given.items()})
         if self.adapters:
             self.runner.use_adapters(self.adapters)
         if decodes == "packed":

@@ -116,7 +116,7 @@ def _gone(evicted: Evicted, lost: int, has_store: bool) -> Reason:
 def _new(lookup: Explanation, reach: int, adapter: str | None) -> Reason:
     """Nothing goes on the same after `reach`, in memory or in a store."""
     size, parted, rest = lookup.block_tokens, max(lookup.parted_at, reach), lookup.prompt_tokens - reach
-    kin = "" if adapter is None else f" of the adapter {adapter!r}"
+    kin = "" if adapter is None else f" with the adapter {adapter!r}"
     if reach:
         text = f"The rest is new: no cached prompt{kin} goes on the same from token {parted:,} on."
         return Reason("new", parted, rest, text)
