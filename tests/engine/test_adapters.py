@@ -66,10 +66,10 @@ def test_a_prompt_sent_again_resumes_from_its_own_adapter(family: str) -> None:
     for name in ("sql", "chat"):
         driver.add(f"first {name}", prompt(100, 1), adapter=name)
     driver.run()
-    for name in NAMES:
-        driver.add(f"again {name}", prompt(100, 1), adapter=name)
+    for adapter in NAMES:
+        driver.add(f"again {adapter}", prompt(100, 1), adapter=adapter)
     cached = ends_well(driver)
-    assert [cached[f"again {name}"] for name in NAMES] == [0, 96, 96]
+    assert [cached[f"again {adapter}"] for adapter in NAMES] == [0, 96, 96]
 
 
 @kinds

@@ -15,8 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from hybridkv.engine.loading.families import SUPPORTED
 from hybridkv.engine.runner import decoder_layers
 from hybridkv.engine.seams import ATTENTION, PagedCache, frame, ops
+from hybridkv.engine.seams.functions import kv_source
 from hybridkv.engine.seams.patches import FUNCTIONS, METHODS, attach
-from hybridkv.engine.sharing import kv_source
 from hybridkv.errors import HybridKVError
 from tests.engine.drive import Driver
 from tests.engine.zoo import ALL, build, fresh, oracle_logits, prompt

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hybridkv.engine.seams import ops
 from hybridkv.engine.seams.frame import current, sees_layers
-from hybridkv.engine.sharing import kv_source
 
 
 def attention(
