@@ -19,6 +19,12 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -56,8 +62,24 @@ _FIVE_TO_ONE = [*["sliding_attention"] * 5, "full_attention"]
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "mistral": {"num_hidden_layers": 2, "sliding_window": 16},
+    "ministral": {
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "ministral3": {"num_hidden_layers": 2, "head_dim": 24},
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 2},
     "qwen2": {"num_hidden_layers": 2},
+    "qwen2_moe": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 3,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        **_MOE,
+    },
     "qwen3": {
         "num_hidden_layers": 4,
         "head_dim": 24,
@@ -66,6 +88,19 @@ _SIZES: dict[str, dict[str, Any]] = {
         "max_window_layers": 2,
     },
     "qwen3_moe": {"num_hidden_layers": 2, "head_dim": 24, **_MOE},
+    "phi3": {"num_hidden_layers": 2, "sliding_window": 24},
+    "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 24},
+    "granite": {"num_hidden_layers": 2},
+    "granite_swa": {"num_hidden_layers": 5, "sliding_window": 16},
+    "qwen3_vl_text": {"num_hidden_layers": 2, "head_dim": 24, "rope_parameters": _MROPE},
+    "qwen3_vl_moe_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "mlp_only_layers": [1],
+        "rope_parameters": _MROPE,
+        **_MOE,
+    },
+    "qwen3_omni_moe_text": {"num_hidden_layers": 2, "rope_parameters": _MROPE, **_MOE},
     "gemma2": {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16},
     "gemma3_text": {"num_hidden_layers": 7, "head_dim": 24, "sliding_window": 16},
     "gemma3n_text": {
@@ -285,6 +320,31 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_QWEN_AUDIO: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+}
+# Placeholders of images and sounds lie above the text vocabulary of the tests' prompts.
+COMPOSITE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl_text": ("qwen3_vl", {"vision_config": QWEN_VISION}),
+    "qwen3_vl_moe_text": ("qwen3_vl_moe", {"vision_config": QWEN_VISION}),
+    "qwen3_omni_moe_text": ("qwen3_omni_moe_thinker", {"vision_config": QWEN_VISION, "audio_config": _QWEN_AUDIO}),
+}
+"""Language models that transformers has inside of a composite model only: its type, and the rest of its config."""
+
 
 def is_installed(model_type: str) -> bool:
     """Whether the installed transformers has a family's model. True for types that have no record: they must fail."""
@@ -296,10 +356,18 @@ TINY = {model_type: sizes for model_type, sizes in _SIZES.items() if is_installe
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """The config of a tiny model, of transformers' own class: other packages register theirs under the same names."""
+    text = config_class(model_type)(**{**_BASE, **TINY[model_type], **overrides})
+    if model_type not in COMPOSITE_ONLY:
+        return text
+    wrapper, others = COMPOSITE_ONLY[model_type]
+    return config_class(wrapper)(text_config=text.to_dict(), **others)
+
+
+def config_class(model_type: str) -> Any:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])(**{**_BASE, **TINY[model_type], **overrides})
+    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
 
 
 def auto_class(config: Any) -> Any:

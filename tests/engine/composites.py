@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tests.engine.reference import by_torch
 from tests.engine.weights import fill_weights
-from tests.engine.zoo import ALL, NOT_INSTALLED, family_config
+from tests.engine.zoo import ALL, NOT_INSTALLED, build, family_config
+from tests.tiny import QWEN_VISION
 
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
@@ -26,14 +27,6 @@ _SIGLIP: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
-}
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
 }
 _LLAMA4_VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,9 +68,15 @@ _AUDIO: dict[str, Any] = {
 _VISION_TOKENS: dict[str, Any] = {"vocab_size": 4, "vocab_offset": 315, "hidden_size": 2048}
 
 # Placeholders of images and sounds lie above the text vocabulary of the tests' prompts, or are never drawn.
+_MISTRAL3: dict[str, Any] = {
+    "wrapper": "mistral3",
+    "vision_config": _PIXTRAL,
+    "image_token_index": 319,
+    "tie_word_embeddings": False,
+}
 _AROUND: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 319},
-    "qwen3_5": {"vision_config": _QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
+    "qwen3_5": {"vision_config": QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
     "llama4": {"vision_config": _LLAMA4_VISION, "image_token_index": 319},
     "gemma3n": {"audio_config": _AUDIO, "vision_config": _VISION_TOKENS},
     "deepseek_v3": {
@@ -88,6 +87,8 @@ _AROUND: dict[str, dict[str, Any]] = {
         "video_token_id": 318,
         "tie_word_embeddings": False,
     },
+    "mistral": _MISTRAL3,
+    "ministral3": _MISTRAL3,
     "mistral4": {"wrapper": "mistral3", "vision_config": _PIXTRAL, "image_token_index": 319},
 }
 """Composites by the family in them. `wrapper`: their model type where it is another."""
@@ -96,12 +97,16 @@ COMPOSITES = {
     for name, parts in _AROUND.items()
     if name not in NOT_INSTALLED and parts.get("wrapper", name) in CONFIG_MAPPING_NAMES
 }
+COMPOSITE_ONLY = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"]
+"""Families of the zoo that are composites there."""
 
 
 def composite_config(name: str) -> Any:
     """The config of a tiny composite model: the family's text config inside it."""
     from transformers import CONFIG_MAPPING
 
+    if name in COMPOSITE_ONLY:
+        return family_config(name)
     fields = {"wrapper": name, **COMPOSITES[name]}
     return CONFIG_MAPPING[fields.pop("wrapper")](text_config=family_config(name).to_dict(), **fields)
 
@@ -124,6 +129,8 @@ def build_composite(name: str, seed: int = 0) -> Any:
     """A tiny `...ForConditionalGeneration`: float32, eval, one a process."""
     from transformers import AutoModelForImageTextToText
 
+    if name in COMPOSITE_ONLY:
+        return build(name, seed)
     with no_timm():
         model = AutoModelForImageTextToText.from_config(composite_config(name), dtype=torch.float32).eval()
     fill_weights(model, seed, ALL[name].branch_scale)

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hybridkv import Engine
 from hybridkv.engine.loading import checkpoint
 from hybridkv.engine.loading.checkpoint import load
 from hybridkv.errors import ConfigError
+from hybridkv.models import load_model
 from hybridkv.models.family import FAMILIES
 from tests.engine.checkpoints import save_checkpoint, tokenizer
-from tests.engine.composites import COMPOSITES, build_composite, no_timm
+from tests.engine.composites import COMPOSITE_ONLY, COMPOSITES, build_composite, no_timm
 from tests.engine.drive import GREEDY
 from tests.engine.reference import by_torch
-from tests.engine.zoo import KIN, VOCAB_SIZE, build, fresh, oracle_logits, prompt
+from tests.engine.zoo import ALL, KIN, VOCAB_SIZE, build, family_config, fresh, make, oracle_logits, prompt
 from tests.tiny import auto_class
 
 NOISE = 2e-5
@@ -64,9 +66,10 @@ def test_a_transformers_without_the_model_is_named(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("name", [*COMPOSITES, *COMPOSITE_ONLY])
 def test_an_engine_serves_the_text_of_a_composite_checkpoint(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path, composite=True)
+    assert load_model(tmp_path).model_type == ALL[name].model_type
     with no_timm():
         engine = Engine(
             tmp_path, memory="16MiB", device="cpu", dtype="float32", max_num_batched_tokens=40, max_num_seqs=8
@@ -86,6 +89,33 @@ def test_an_engine_loads_a_checkpoint_of_each_kin(name: str, tmp_path: Path) -> 
         [reply] = engine.generate(prompt(50), GREEDY, progress=False)
     logits = oracle_logits(build(name), prompt(50) + reply.token_ids)
     assert reply.token_ids == logits[49:-1].argmax(-1).tolist()
+
+
+def test_an_engine_serves_the_thinker_of_an_omni_checkpoint(tmp_path: Path) -> None:
+    """The weights of the talker are in the files, too; they are left there."""
+    thinker = build("qwen3_omni_moe")
+    thinker.save_pretrained(tmp_path)
+    weights = {f"thinker.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file({**weights, "talker.model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors", {"format": "pt"})
+    inner = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "thinker_config": inner}))
+    assert load_model(tmp_path).model_type == "qwen3_omni_moe_text"
+    with Engine(tmp_path, memory="16MiB", device="cpu", dtype="float32") as engine:
+        said = engine.generate(prompt(40), GREEDY, progress=False)[0].token_ids
+    assert said == oracle_logits(thinker, prompt(40) + said)[39:-1].argmax(-1).tolist()
+
+
+def test_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    fresh("ministral").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "ministral"', '"model_type": "mistral"'))
+    loaded = load(tmp_path, device="cpu", dtype="float32")
+    assert type(loaded.model).__name__ == "MinistralForCausalLM"
+    assert load_model(tmp_path).layers == loaded.spec.layers == load(fresh("ministral"), device="cpu").spec.layers
+    types = ["full_attention", "sliding_attention"] * 2
+    with pytest.raises(ConfigError, match=r"MistralForCausalLM does not read: load it from a directory"):
+        load(make(family_config("mistral", layer_types=types, sliding_window=20)), device="cpu")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "zamba2"])

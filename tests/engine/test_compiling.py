@@ -24,7 +24,7 @@ from hybridkv.errors import HybridKVError
 from tests.devices import DEVICES
 from tests.engine.drive import GREEDY, Driver, check_greedy
 from tests.engine.test_seams import Recorder, modeling_file
-from tests.engine.zoo import FAMILIES, build, fresh, prompt
+from tests.engine.zoo import FAMILIES, build, fresh, prompt, text_config
 
 KINDS_OF_LAYERS = {
     "qwen3_next": 2,
@@ -107,7 +107,7 @@ def test_observers_see_every_compiled_layer() -> None:
     driver.runner.observe(recorder)
     driver.add("a", prompt(20, 1))
     driver.step()
-    count = driver.model.config.num_hidden_layers
+    count = text_config(driver.model).num_hidden_layers
     assert recorder.seen == [(when, layer) for layer in range(count) for when in ("before", "after")]
     assert counters["stats"]["unique_graphs"] == 1
 

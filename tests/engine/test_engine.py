@@ -239,7 +239,7 @@ def test_a_bug_in_the_engine_reaches_everyone_who_waits(monkeypatch: pytest.Monk
         engine.generate([5, 6], GREEDY, progress=False)
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no directory"):
         Engine(tmp_path / "nothing here")
     with pytest.raises(ConfigError, match="no directory ''"):

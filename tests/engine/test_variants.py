@@ -76,6 +76,56 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3: yarn, no windows": ("qwen3", {**rope("yarn", **YARN), "use_sliding_window": False}),
     "qwen3: windows alone": ("qwen3", {"max_window_layers": 0, "attention_bias": True}),
     **{f"qwen3: window {n}": ("qwen3", {"sliding_window": n}) for n in (1, 2, 5, 16, 17, 500)},
+    "qwen2: no biases of QKV, windows alone": ("qwen2", {"max_window_layers": 0, "num_key_value_heads": 4}),
+    "qwen2_moe: no windows, some dense": (
+        "qwen2_moe",
+        {"use_sliding_window": False, "decoder_sparse_step": 2, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe: windows as given": ("qwen2_moe", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}),
+    "qwen3_moe: windows, biases": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "attention_bias": True},
+    ),
+    "mistral: windows": ("mistral", {"sliding_window": 20, "head_dim": None, "tie_word_embeddings": True}),
+    "mixtral: windows": ("mixtral", {"sliding_window": 20, "num_key_value_heads": 4}),
+    "ministral: windows alone": ("ministral", {"layer_types": None, "num_key_value_heads": 4}),
+    "ministral3: windows": ("ministral3", {"sliding_window": 20}),
+    "phi3: windows, whole rotary": ("phi3", {"sliding_window": 20, "rope_parameters": None}),
+    "phi3: partial rotary, tied": (
+        "phi3",
+        {**rope("default", partial_rotary_factor=0.5), "tie_word_embeddings": True, "num_key_value_heads": None},
+    ),
+    "smollm3: no windows": ("smollm3", {"use_sliding_window": False, "sliding_window": None, "attention_bias": True}),
+    "smollm3: windows as given": ("smollm3", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "granite: biases, tied, yarn": (
+        "granite",
+        {**rope("yarn", **YARN), "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "granite_swa: rope everywhere, untied": (
+        "granite_swa",
+        {"layer_rope_theta": None, "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "granite_swa: windows as given": ("granite_swa", {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}),
+    "gemma2: no soft caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2: windows as given": (
+        "gemma2",
+        {"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "attention_bias": True},
+    ),
+    "olmo3: yarn in full layers": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "olmo3: every other window": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_vl: biases, yarn": (
+        "qwen3_vl",
+        {**rope("yarn", mrope_section=[2, 1, 1], mrope_interleaved=True, **YARN), "attention_bias": True},
+    ),
+    "qwen3_vl_moe: some dense": ("qwen3_vl_moe", {"decoder_sparse_step": 2, "head_dim": None}),
     "gemma3: soft caps, untied": (
         "gemma3",
         {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0, "tie_word_embeddings": False},
@@ -297,8 +347,12 @@ def test_a_variant_gives_what_the_stock_model_gives(variant: str) -> None:
         check_greedy(driver, name)
 
 
-def test_longrope_ends_where_it_would_turn_all_keys_anew() -> None:
-    driver = Driver(make(family_config("llama", **rope("longrope", **LONGROPE))))
+PHI = {"max_position_embeddings": 384, "original_max_position_embeddings": 96}
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("llama", rope("longrope", **LONGROPE)), ("phi3", PHI)])
+def test_longrope_ends_where_it_would_turn_all_keys_anew(family: str, overrides: dict[str, Any]) -> None:
+    driver = Driver(make(family_config(family, **overrides)))
     driver.add("to the end", prompt(90, 1), replace(GREEDY, max_tokens=50))
     driver.add("beside", prompt(50, 2))
     result = driver.run()["to the end"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.zoo import ALL, VOCAB_SIZE, build, family_config, make, oracle_logits, prompt
+from tests.engine.zoo import ALL, VOCAB_SIZE, build, family_config, make, oracle_logits, prompt, text_config
 
 NOISE = 2e-5  # float32 logits may be off by this much
 MATTERS = 1e-2  # what the cache holds moves logits by this much, at least
@@ -49,7 +49,7 @@ def moved(a: Any, b: Any) -> float:
 @every_family
 def test_every_family_is_its_own_model(name: str) -> None:
     model = build(name)
-    assert model.config.model_type == ALL[name].model_type
+    assert text_config(model).model_type == ALL[name].model_type
     assert not model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert build(name) is model
@@ -187,7 +187,7 @@ def test_a_chunk_ends_where_it_says() -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.window or family.chunk])
 def test_windows_mix_with_full_attention(name: str) -> None:
-    assert {"full_attention"} < set(build(name).config.layer_types)
+    assert {"full_attention"} < set(text_config(build(name)).layer_types)
 
 
 def test_llama4_changes_temperature_at_small_positions() -> None:

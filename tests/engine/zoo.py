@@ -111,6 +111,27 @@ _MISTRAL4_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+# Positions 16, 32, 48 ... change the scale of queries.
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 0.8,
+    "logits_scaling": 1.2,
+    "residual_multiplier": 1.3,
+    "attention_multiplier": 0.3,
+}
+_PHI4_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
 
 # Each keeps what one of the families above keeps. `test_kin` takes them along two paths, and
 # HYBRIDKV_FAMILIES=all through every test.
@@ -169,6 +190,28 @@ KIN: dict[str, Family] = {
     ),
     "gemma4_unified": _windowed("gemma4_unified_text", 22, branch_scale=0.3),
     "laguna": _windowed("laguna", 23, experts=True, branch_scale=2.0, **_EXPERTS),
+    "qwen2_moe": _windowed("qwen2_moe", 24, experts=True, **_EXPERTS),
+    "qwen3_moe": Family("qwen3_moe", {"num_hidden_layers": 4, **_EXPERTS}, experts=True),
+    "mistral": Family("mistral", {"sliding_window": None, "num_hidden_layers": 4}),
+    "ministral": _windowed("ministral", 24),
+    "ministral3": Family("ministral3", {"rope_parameters": _MINISTRAL3_ROPE}),
+    "phi3": Family(
+        "phi3",
+        {
+            "sliding_window": None,
+            "rope_parameters": _PHI4_ROPE,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "smollm3": _windowed("smollm3", 24, no_rope_layers=[1, 0, 1, 1]),
+    "granite": Family("granite", _GRANITE),
+    "granite_swa": _windowed("granite_swa", 24, branch_scale=0.6, layer_rope_theta=[0, 1e4, 1e4, 5e5, 0], **_GRANITE),
+    "gemma2": _windowed("gemma2", 20, query_pre_attn_scalar=24),
+    "olmo3": _windowed("olmo3", 24),
+    "qwen3_vl": Family("qwen3_vl_text", {"num_hidden_layers": 4}),
+    "qwen3_vl_moe": Family("qwen3_vl_moe_text", {"num_hidden_layers": 4, "head_dim": 32, **_EXPERTS}, experts=True),
+    "qwen3_omni_moe": Family("qwen3_omni_moe_text", {"num_hidden_layers": 4, **_EXPERTS}, experts=True),
 }
 
 NOT_INSTALLED = {name for name, family in (FAMILIES | KIN).items() if not is_installed(family.model_type)}
@@ -202,6 +245,11 @@ def build(name: str, seed: int = 0) -> Any:
 def fresh(name: str, seed: int = 0) -> Any:
     """A copy that may be changed, such as by an engine, which takes a model's attention over."""
     return copy.deepcopy(build(name, seed))
+
+
+def text_config(model: Any) -> Any:
+    """The config of a model's language model, which composite models have inside theirs."""
+    return model.config.get_text_config(decoder=True)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -45,15 +45,17 @@ def test_a_record_knows_whether_a_release_has_its_model(release: str, expected: 
 def test_specs_describe_the_cache_of_the_real_model(model_type: str) -> None:
     torch.manual_seed(0)
     config = tiny_config(model_type)
+    text = config.get_text_config(decoder=True)
     model = auto_class(config).from_config(config).eval().float()
     with torch.no_grad():
-        output = model(torch.arange(NUM_TOKENS)[None] % config.vocab_size, use_cache=True)
+        output = model(torch.arange(NUM_TOKENS)[None] % text.vocab_size, use_cache=True)
     cache = output.get("past_key_values")
     cache = output.get("cache_params") if cache is None else cache
 
     spec = read_config(config.to_dict(), name=model_type)
 
-    assert spec.num_layers == config.num_hidden_layers
+    assert spec.model_type == model_type
+    assert spec.num_layers == text.num_hidden_layers
     assert {layer: shapes for layer in range(spec.num_layers) if (shapes := real_shapes(cache, layer))} == {
         layer: shapes for layer in range(spec.num_layers) if (shapes := spec_shapes(spec.layers, layer))
     }
@@ -64,7 +66,7 @@ def test_saved_and_minimal_configs_read_alike(model_type: str, tmp_path: Path) -
     config = tiny_config(model_type)
     config.save_pretrained(tmp_path)
     whole = read_config(config.to_dict(), name="m")
-    minimal = {**config.to_diff_dict(), "model_type": model_type}
+    minimal = {**config.to_diff_dict(), "model_type": config.model_type}
 
     assert load_model(tmp_path).layers == whole.layers
     assert load_model(tmp_path / "config.json").layers == whole.layers
@@ -76,6 +78,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2},
     "glm4_moe": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"head_dim": 128},
 }
 
 
@@ -86,7 +89,9 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     assert silent.layers == read_config(CONFIG_MAPPING[model_type](**given).to_dict(), name="m").layers
 
 
-@pytest.mark.parametrize("wrapper", ["gemma3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "wrapper", ["gemma3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+)
 def test_multimodal_configs_are_read_by_their_text_config(wrapper: str) -> None:
     config = CONFIG_MAPPING[wrapper]()
     text = read_config(config.text_config.to_dict(), name="m")

@@ -15,6 +15,41 @@ from hybridkv.spec import DType, HiddenTap, Split
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
 
 
+def test_layer_types_that_the_model_does_not_read_are_refused() -> None:
+    config = {"model_type": "phi3", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(ConfigError, match="'sliding_attention' for layer 1, but every layer of a phi3 model"):
+        read_config(config, name="m")
+    inner = {**config, "model_type": "mistral", "sliding_window": 8}
+    with pytest.raises(ConfigError, match="'full_attention' for layer 0, but every layer of a mistral model"):
+        read_config({"model_type": "mistral3", "text_config": inner}, name="m")
+    assert read_config(inner, name="m").model_type == "ministral"
+
+
+def test_windows_that_are_switched_off_are_refused() -> None:
+    config = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+    for model_type in ("qwen2", "qwen2_moe", "qwen3", "smollm3"):
+        with pytest.raises(ConfigError, match="layer_types names windows, but use_sliding_window"):
+            read_config({"model_type": model_type, **config}, name="m")
+        assert read_config({"model_type": model_type, "use_sliding_window": True, **config}, name="m").layers
+
+
+@pytest.mark.parametrize("model_type", ["ministral", "gemma2", "olmo3", "granite_swa"])
+def test_a_model_that_always_needs_a_window_is_refused_without_one(model_type: str) -> None:
+    config = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "sliding_window": None}
+    with pytest.raises(ConfigError, match="'sliding_window' is None, expected a positive integer"):
+        read_config({"model_type": model_type, **config}, name="m")
+
+
+def test_the_thinker_of_an_omni_model_is_read() -> None:
+    text = {"model_type": "qwen3_omni_moe_text", "num_hidden_layers": 3, "head_dim": 128}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    whole = {"model_type": "qwen3_omni_moe", "dtype": "float32", "thinker_config": thinker, "talker_config": {}}
+    spec = read_config(whole, name="m")
+    assert (spec.model_type, spec.num_layers, spec.dtype) == ("qwen3_omni_moe_text", 3, DType.FLOAT32)
+    with pytest.raises(ConfigError, match="thinker_config is 3, expected an object"):
+        read_config({**whole, "thinker_config": 3}, name="m")
+
+
 def test_unknown_layer_type_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="layer 1 of m has unknown layer type 'indexed_attention'"):
         read_config({**LLAMA, "layer_types": ["full_attention", "indexed_attention"]}, name="m")

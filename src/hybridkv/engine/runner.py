@@ -77,8 +77,13 @@ class Runner:
         attach(model)
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in accepted), "")
-        if not self._cache_argument or "logits_to_keep" not in accepted:
+        self._selects_logits = "logits_to_keep" in accepted
+        if not self._cache_argument or not (self._selects_logits or model.get_output_embeddings()):
             raise ConfigError(f"{type(model).__name__} takes no cache or cannot select logits: it cannot be served")
+        self._kept: torch.Tensor | None = None
+        """Tokens of this step whose logits are computed, in models that do not select them; None: all."""
+        if not self._selects_logits:
+            model.get_output_embeddings().register_forward_pre_hook(self._select)
         self._takes_positions = "position_ids" in accepted
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -141,17 +146,20 @@ class Runner:
         return self.decoder.can_follow(num_rows, num_tokens)
 
     def _forward(self, frame: Frame, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> torch.Tensor:
-        inputs: dict[str, Any] = {
-            "input_ids": tokens[None],
-            self._cache_argument: self._cache,
-            "use_cache": False,
-            "logits_to_keep": logits_to_keep,
-        }
+        inputs: dict[str, Any] = {"input_ids": tokens[None], self._cache_argument: self._cache, "use_cache": False}
+        if self._selects_logits:
+            inputs["logits_to_keep"] = logits_to_keep
+        else:
+            self._kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
         if self._takes_positions:
             inputs["position_ids"] = frame.positions[None]
         with running(frame):
             logits: torch.Tensor = self.model(**inputs).logits[0]
         return logits
+
+    def _select(self, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Give the head the tokens that it is wanted for. Hidden states are `[1, N, hidden]`."""
+        return None if self._kept is None else (args[0][:, self._kept],)
 
     def use_decoder(self, *, max_rows: int, max_tokens: int) -> None:
         """Run decoding steps of up to `max_rows` requests, of `max_tokens` tokens each, apart from other steps."""

@@ -58,6 +58,8 @@ class Family:
     """Parameters of embeddings beside the usual ones: from the config and the number of layers."""
     plan_only: str = ""
     """Why the engine does not run transformers' model; empty if it does."""
+    with_layer_types: str = ""
+    """The type that transformers makes of a config.json with `layer_types`, if it is another one."""
     compiles: bool = True
     """True if torch can compile the decoder layers of transformers' model."""
     since: str = OLDEST_TRANSFORMERS

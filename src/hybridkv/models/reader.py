@@ -119,27 +119,39 @@ def open_config(config: Mapping[str, Any], name: str) -> Config:
 
     Raises ConfigError for types that keep a past of a kind that hybridkv does not know.
     """
+    whole = config
+    config = _object(whole, "thinker_config", name) or whole  # of Qwen3-Omni: the part that writes text
     outer = config.get("model_type")
     if not isinstance(outer, str):
         raise ConfigError(f"config of {name}: model_type is {outer!r}; is it the config.json of a transformers model?")
     text, model_type = config, outer
     if outer not in FAMILIES and ("text_config" in config or f"{outer}_text" in FAMILIES):
-        text = config.get("text_config") or {}
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"config of {name}: text_config is {text!r}, expected an object")
+        text = _object(config, "text_config", name)
         model_type = text.get("model_type") or f"{outer}_text"
         if isinstance(model_type, str):
             model_type = _RENAMED_TEXT.get(model_type, model_type)
+        if "tie_word_embeddings" in config:  # the composite model has the head
+            text = {**text, "tie_word_embeddings": config["tie_word_embeddings"]}
+    elif outer in FAMILIES and "layer_types" in config:
+        model_type = FAMILIES[outer].with_layer_types or outer
     if not isinstance(model_type, str):
         raise ConfigError(f"{name} is of the unknown model type {model_type!r}: we read {', '.join(sorted(FAMILIES))}")
     for one in (outer, model_type):
         check_known_past(one, name)
-    stated = next((c[key] for c in (text, config) for key in ("dtype", "torch_dtype") if c.get(key)), None)
+    stated = next((c[key] for c in (text, config, whole) for key in ("dtype", "torch_dtype") if c.get(key)), None)
     cfg = Config(
         name, model_type, text, family_of(model_type).defaults, dtype=_dtype(name, "dtype", stated, DType.BFLOAT16)
     )
     wanted = cfg.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=None)
     return replace(cfg, state_dtype=_dtype(name, "mamba_ssm_cache_dtype", wanted, DType.FLOAT32))
+
+
+def _object(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """A config inside another one; null or nothing is an empty one."""
+    inner = config.get(key) or {}
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config of {name}: {key} is {inner!r}, expected an object")
+    return inner
 
 
 def _dtype(name: str, key: str, stated: Any, default: DType) -> DType:

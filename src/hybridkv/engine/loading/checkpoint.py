@@ -112,6 +112,11 @@ def load(
         source="a model in memory" if path is None else str(path),
     )
     text = loaded.config.get_text_config(decoder=True)
+    if spec.model_type != text.model_type:
+        raise ConfigError(
+            f"{spec.name} has layer_types, which transformers' {type(loaded).__name__} does not read: load it from a "
+            f"directory, where it becomes a {spec.model_type!r}, or remove layer_types"
+        )
     found = _tokenizer(tokenizer or path, trust_remote_code, must_exist=tokenizer is not None)
     return LoadedModel(
         model=loaded,
@@ -193,6 +198,7 @@ def _from_checkpoint(
         _check_config(PretrainedConfig.get_config_dict(path)[0], path)  # a class may be too new for this transformers
         config = _own_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), path)
         _check_config(config.to_dict(), path)
+        config = getattr(config, "thinker_config", None) or config  # of Qwen3-Omni: the part that writes text
         if wanted == "auto" and _is_emulated(config, device):
             LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
             wanted = torch.float32
@@ -208,7 +214,7 @@ def _from_checkpoint(
         raise
     except SafetensorError as error:
         raise ConfigError(f"cannot load {path!r}: {_damaged(path)}: {_first_line(error)}; get it again") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         way_out = "name a directory a transformers model was saved to"
         raise ConfigError(f"cannot load {path!r}: {_first_line(error)}; {way_out}") from error
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])

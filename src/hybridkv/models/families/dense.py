@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.models.config import Config
-from hybridkv.models.families.uniform import all_alike, llama
+from hybridkv.models.families.uniform import full_everywhere, windows_or_full
 from hybridkv.models.family import Layers, check_causal, family
 from hybridkv.models.feed_forward import dense, ungated
 
@@ -81,7 +81,7 @@ from hybridkv.models.feed_forward import dense, ungated
     weight_defaults={"vocab_size": 256000, "intermediate_size": 24576},
 )
 def full(cfg: Config) -> Layers:
-    return llama(cfg)
+    return full_everywhere(cfg)
 
 
 @family(
@@ -98,7 +98,7 @@ def full(cfg: Config) -> Layers:
 )
 def gemma(cfg: Config) -> Layers:
     check_causal(cfg)
-    return llama(cfg)
+    return full_everywhere(cfg)
 
 
 @family(
@@ -114,4 +114,4 @@ def gemma(cfg: Config) -> Layers:
     weight_defaults={"vocab_size": 49152, "intermediate_size": 12288, "tie_word_embeddings": True},
 )
 def full_or_windows(cfg: Config) -> Layers:
-    return all_alike(cfg)
+    return windows_or_full(cfg)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.models.config import Config
-from hybridkv.models.families.uniform import all_alike, llama
+from hybridkv.models.families.uniform import full_everywhere, windows_or_full
 from hybridkv.models.families.windows import windows_above
 from hybridkv.models.family import Layers, family
 from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyuan_experts, mixtral_experts
@@ -97,7 +97,7 @@ from hybridkv.models.feed_forward import deepseek_experts, ernie_experts, hunyua
     weight_defaults={"vocab_size": 50304, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8},
 )
 def full(cfg: Config) -> Layers:
-    return llama(cfg)
+    return full_everywhere(cfg)
 
 
 @family(
@@ -113,7 +113,7 @@ def full(cfg: Config) -> Layers:
     weight_defaults={"vocab_size": 32064, "intermediate_size": 6400, "num_local_experts": 16, "num_experts_per_tok": 2},
 )
 def full_or_windows(cfg: Config) -> Layers:
-    return all_alike(cfg)
+    return windows_or_full(cfg)
 
 
 @family(
