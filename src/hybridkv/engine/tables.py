@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybridkv.cache import CacheGroup, CacheLayout, StepTables
+from hybridkv.engine.loading.quantization import computing_dtype
 from hybridkv.kernels.chunks import chunk_tokens
 from hybridkv.kernels.decode.tables import DecodeStates, DecodeTokens
 from hybridkv.kernels.mamba import MAMBA1_CHUNK_TOKENS
@@ -117,10 +118,10 @@ def attention_need(layer: LayerMemory, module: nn.Module, model: PreTrainedModel
         has_sinks and views[0].device.type != "cpu"
     )
     if not isinstance(layer.spec, LatentAttention):
-        return AttentionNeed(model.dtype, module.num_key_value_groups, is_fused, None)
+        return AttentionNeed(computing_dtype(model), module.num_key_value_groups, is_fused, None)
     strides = [view.stride()[:2] for view in views]
     pitches = tuple(sorted({page // token for page, token in strides if page % token == 0}))
-    return AttentionNeed(model.dtype, 1, is_fused, pitches)  # the model expands keys for all heads
+    return AttentionNeed(computing_dtype(model), 1, is_fused, pitches)  # the model expands keys for all heads
 
 
 def state_need(layer: LayerMemory, device: torch.device) -> StateNeed:

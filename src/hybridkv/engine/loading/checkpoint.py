@@ -29,6 +29,15 @@ from hybridkv.engine.loading.families import check_supported
 from hybridkv.engine.loading.host import has_bfloat16
 from hybridkv.engine.loading.identity import model_identity, model_name, store_identity
 from hybridkv.engine.loading.packing import can_pack, pack_weights
+from hybridkv.engine.loading.quantization import (
+    check_latents,
+    check_stated,
+    computing_dtype,
+    device_map,
+    is_quantized,
+    prepare_quantization,
+    quantization_of,
+)
 from hybridkv.engine.text import Tokenizer
 from hybridkv.errors import ConfigError, HybridKVError, InputError
 from hybridkv.files import FileError, check_folder
@@ -94,13 +103,15 @@ def load(
         _check_config(model.config.to_dict(), type(model).__name__)
         _check_class(model)
         if dtype != "auto":
-            loaded = loaded.to(_weights_dtype(dtype))
+            loaded = _cast(loaded, _weights_dtype(dtype))
     else:
         _check_path(model)
         loaded = _from_checkpoint(str(model), dtype, where, trust_remote_code)
-    loaded = loaded.to(where).eval()
+    loaded = _place(loaded, where).eval()
+    check_latents(loaded, f"cannot run {model_name(loaded, path)!r}")
     will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
-    identity = model_identity(loaded) if will_pack else ""  # packed weights have another form
+    # Packed weights have another form, and quantised ones may get another in the first step.
+    identity = model_identity(loaded) if will_pack or is_quantized(loaded) else ""
     stored_as = store_identity(loaded, path) if with_identity else ""
     if will_pack:
         pack_weights(loaded)
@@ -158,7 +169,7 @@ def _check_path(model: str | Path) -> None:
         raise ConfigError(f"no directory {str(model)!r}: {way_out}")
     if not os.path.lexists(config := Path(model) / "config.json"):
         raise ConfigError(f"{str(model)!r} has no config.json: {way_out}")
-    read_config_file(config)
+    check_stated(read_config_file(config), str(model))
     _check_folder(Path(model), "cannot load")
 
 
@@ -190,16 +201,43 @@ def _cache_dtype(name: str, dtype: str | torch.dtype | None) -> DType | None:
     return parsed
 
 
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    if is_quantized(model) and computing_dtype(model) != dtype:
+        raise InputError(
+            f"dtype {str(dtype).removeprefix('torch.')!r}: a model in memory that is quantised "
+            f"({quantization_of(model)}) cannot be converted; leave out dtype, or pass the checkpoint's directory"
+        )
+    return model if is_quantized(model) else model.to(dtype)
+
+
+def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    if not is_quantized(model):
+        return model.to(device)
+    if model.device.type == device.type and device.index in (None, model.device.index):
+        return model
+    try:
+        return model.to(device)
+    except Exception as error:  # packages of quantisation raise errors of any type
+        raise ConfigError(
+            f"cannot move the quantised model ({quantization_of(model)}) to {device}: {_first_line(error)}; load it "
+            "there"
+        ) from error
+
+
 def _from_checkpoint(
     path: str, dtype: str | torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
     wanted = "auto" if dtype == "auto" else _weights_dtype(dtype)
+    quantization: str | None = None
     try:
         _check_config(PretrainedConfig.get_config_dict(path)[0], path)  # a class may be too new for this transformers
         config = _own_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), path)
         _check_config(config.to_dict(), path)
         config = getattr(config, "thinker_config", None) or config  # of Qwen3-Omni: the part that writes text
-        if wanted == "auto" and _is_emulated(config, device):
+        quantization = prepare_quantization(config, path, device)
+        if quantization and wanted == "auto" and _stated_dtype(config) is None:
+            wanted = torch.bfloat16  # else transformers takes the type of some weight, such as float8
+        if dtype == "auto" and _is_emulated(_stated_dtype(config) if wanted == "auto" else wanted, device):
             LOG.info("%s is loaded as float32: this CPU has no instructions for bfloat16", path)
             wanted = torch.float32
         model, report = _auto_class(config).from_pretrained(
@@ -209,6 +247,7 @@ def _from_checkpoint(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report lists them; they are refused below
+            device_map=device_map(device) if quantization else None,
         )
     except HybridKVError:
         raise
@@ -217,6 +256,13 @@ def _from_checkpoint(
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         way_out = "name a directory a transformers model was saved to"
         raise ConfigError(f"cannot load {path!r}: {_first_line(error)}; {way_out}") from error
+    except Exception as error:  # packages of quantisation raise errors of any type
+        if not quantization:
+            raise
+        raise ConfigError(
+            f"cannot load {path!r}: its quantisation {quantization!r} failed: {type(error).__name__}: "
+            f"{_first_line(error)}; name a checkpoint with plain weights"
+        ) from error
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -262,10 +308,13 @@ def _check_class(model: PreTrainedModel) -> None:
         )
 
 
-def _is_emulated(config: PretrainedConfig, device: torch.device) -> bool:
+def _is_emulated(wanted: torch.dtype | None, device: torch.device) -> bool:
     """Whether the weights are bfloat16 and the device computes bfloat16 in software, many times slower than float32."""
-    dtype = config.get_text_config(decoder=True).dtype or config.dtype
-    return device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16()
+    return device.type == "cpu" and wanted == torch.bfloat16 and not has_bfloat16()
+
+
+def _stated_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    return config.get_text_config(decoder=True).dtype or config.dtype
 
 
 def _first_line(error: Exception) -> str:
@@ -307,7 +356,7 @@ def _check_config(config: dict[str, Any], name: str) -> None:
 def _as_loaded(model: PreTrainedModel) -> Mapping[str, Any]:
     """The config, with the actual dtype of the weights."""
     config = _plain(model.config.to_dict())
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(computing_dtype(model)).removeprefix("torch.")
     config["dtype"] = dtype
     if isinstance(config.get("text_config"), dict):
         config["text_config"]["dtype"] = dtype

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
+from hybridkv.engine.loading.quantization import computing_dtype, quantization_of
 from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, checkpoint_digest
 
 
@@ -24,7 +27,9 @@ def store_identity(model: PreTrainedModel, path: str | Path | None) -> str:
     """
     if path is None or not Path(path).is_dir():
         return model_identity(model)
-    return checkpoint_digest(Path(path), str(model.dtype).removeprefix("torch."))
+    dtype = str(computing_dtype(model)).removeprefix("torch.")
+    quantization = quantization_of(model)  # the config names it also where its weights have been expanded
+    return checkpoint_digest(Path(path), dtype, *([f"quantization {quantization}"] if quantization else []))
 
 
 def model_identity(model: PreTrainedModel) -> str:
@@ -32,10 +37,28 @@ def model_identity(model: PreTrainedModel) -> str:
     digest = xxh3_128()
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if quantization := quantization_of(model):
+        digest.update(f"quantization {quantization} {computing_dtype(model)}".encode())
+    for name, value in model.state_dict().items():
+        _add(digest, name, value)
     return digest.hexdigest()
+
+
+def _add(digest: xxh3_128, name: str, value: Any) -> None:
+    """Add a weight. Those of quantised models may be made of several tensors, and of numbers about them."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _add(digest, f"{name}.{key}", value[key])
+    elif not isinstance(value, torch.Tensor):
+        digest.update(f"{name} {value!r}".encode())
+    elif hasattr(value, "__tensor_flatten__"):
+        parts, about = value.__tensor_flatten__()
+        digest.update(f"{name} {type(value).__name__} {about!r}".encode())
+        for part in parts:
+            _add(digest, f"{name}.{part}", getattr(value, part))
+    else:
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def model_name(model: PreTrainedModel, path: str | Path | None) -> str:

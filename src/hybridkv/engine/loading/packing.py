@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridkv.engine.loading.host import has_bfloat16
+from hybridkv.engine.loading.quantization import is_quantized
 from hybridkv.engine.seams.ops import operation
 
 _TYPICAL_TOKENS = 16
@@ -37,7 +38,7 @@ _EXPERTS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 def can_pack(model: PreTrainedModel, *, is_alone: bool = False) -> bool:
     """Whether packing makes the model faster. `is_alone`: decode steps have a single token."""
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available() or is_quantized(model):
         return False
     if model.dtype == torch.bfloat16:
         return has_bfloat16()
