@@ -140,14 +140,17 @@ def test_an_error_of_a_package_is_one_clear_error(tmp_path: Path, monkeypatch: p
         load(tmp_path, device="cpu")
 
 
-def test_an_error_while_loading_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [AttributeError, NotImplementedError, AssertionError])
+def test_an_error_while_loading_is_one_clear_error(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any, **options: Any) -> None:
-        raise AttributeError("'Linear' object has no attribute 'qweight'")
+        raise kind("'Linear' object has no attribute 'qweight'")
 
     monkeypatch.setattr(checkpoint, "prepare_quantization", lambda *args: "gptq")
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", broken)
     write_config(tmp_path, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ConfigError, match=r"its quantisation 'gptq' failed: AttributeError: .*qweight"):
+    with pytest.raises(ConfigError, match=rf"its quantisation 'gptq' failed: {kind.__name__}: .*qweight"):
         load(tmp_path, device="cpu")
 
 

@@ -253,16 +253,16 @@ def _from_checkpoint(
         raise
     except SafetensorError as error:
         raise ConfigError(f"cannot load {path!r}: {_damaged(path)}: {_first_line(error)}; get it again") from error
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:
+        if quantization:  # its packages raise errors of any type
+            raise ConfigError(
+                f"cannot load {path!r}: its quantisation {quantization!r} failed: {type(error).__name__}: "
+                f"{_first_line(error)}; name a checkpoint with plain weights"
+            ) from error
+        if not isinstance(error, (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError)):
+            raise
         way_out = "name a directory a transformers model was saved to"
         raise ConfigError(f"cannot load {path!r}: {_first_line(error)}; {way_out}") from error
-    except Exception as error:  # packages of quantisation raise errors of any type
-        if not quantization:
-            raise
-        raise ConfigError(
-            f"cannot load {path!r}: its quantisation {quantization!r} failed: {type(error).__name__}: "
-            f"{_first_line(error)}; name a checkpoint with plain weights"
-        ) from error
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
