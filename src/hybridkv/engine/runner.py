@@ -20,6 +20,7 @@ from hybridkv.engine.adapters.adapters import Adapters, NamedAdapter
 from hybridkv.engine.compiling import CompiledLayers, compile_layers
 from hybridkv.engine.decoding.decoder import Decoded, Decoder
 from hybridkv.engine.decoding.step_buffer import Moved, Row, RowViews, StepBuffer
+from hybridkv.engine.loading.decoder_layers import find_layers
 from hybridkv.engine.seams import Frame, PagedCache, attach
 from hybridkv.engine.seams.frame import running
 from hybridkv.engine.tables import TableMaker
@@ -241,16 +242,6 @@ def find_decoder(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torc
     """The module that runs the decoder layers, and these."""
     path = find_layers(model)
     return model.get_submodule(path.rpartition(".")[0]), list(model.get_submodule(path))
-
-
-def find_layers(model: PreTrainedModel) -> str:
-    """The path of the list of decoder layers. Not every family has a standard place for it."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for name, module in model.named_modules():
-        is_list = name.endswith("layers") and isinstance(module, torch.nn.ModuleList)
-        if is_list and len(module) == count and "vision" not in name and "audio" not in name:
-            return str(name)
-    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers: it cannot be observed")
 
 
 def _spans(work: Sequence[Work]) -> list[Span]:

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from hybridkv.engine.adapters.folder import find_base, merge, read_adapter_folder
 from hybridkv.engine.loading.families import check_supported
 from hybridkv.engine.loading.host import has_bfloat16
 from hybridkv.engine.loading.identity import model_identity, model_name, store_identity
@@ -92,12 +93,14 @@ def load(
 ) -> LoadedModel:
     """Load a checkpoint's directory, or take over a model in memory: only the engine can use its attention afterwards.
 
+    A directory with an adapter and no model is loaded as its base with the adapter merged in.
     `is_alone`: the engine runs one sample at a time.
     """
     where = choose_device(device)
     kv_type, state_type = _cache_dtype("kv_cache_dtype", kv_cache_dtype), _cache_dtype("state_dtype", state_dtype)
     _check_tokenizer(tokenizer)
-    path = None if isinstance(model, PreTrainedModel) else model
+    named = path = None if isinstance(model, PreTrainedModel) else model
+    adapter = None
     if isinstance(model, PreTrainedModel):
         loaded = model
         _check_config(model.config.to_dict(), type(model).__name__)
@@ -105,22 +108,26 @@ def load(
         if dtype != "auto":
             loaded = _cast(loaded, _weights_dtype(dtype))
     else:
-        _check_path(model)
-        loaded = _from_checkpoint(str(model), dtype, where, trust_remote_code)
+        adapter = read_adapter_folder(model) if isinstance(model, (str, Path)) else None
+        path = model if adapter is None else find_base(adapter)
+        _check_path(path)
+        loaded = _from_checkpoint(str(path), dtype, where, trust_remote_code)
     loaded = _place(loaded, where).eval()
-    check_latents(loaded, f"cannot run {model_name(loaded, path)!r}")
+    if adapter is not None:
+        merge(loaded, adapter)
+    check_latents(loaded, f"cannot run {model_name(loaded, named)!r}")
     will_pack = path is not None and can_pack(loaded, is_alone=is_alone)
     # Packed weights have another form, and quantised ones may get another in the first step.
     identity = model_identity(loaded) if will_pack or is_quantized(loaded) else ""
-    stored_as = store_identity(loaded, path) if with_identity else ""
+    stored_as = store_identity(loaded, path, None if adapter is None else adapter.directory) if with_identity else ""
     if will_pack:
         pack_weights(loaded)
     spec = read_config(
         _as_loaded(loaded),
-        name=model_name(loaded, path),
+        name=model_name(loaded, named),
         kv_cache_dtype=kv_type,
         state_dtype=state_type,
-        source="a model in memory" if path is None else str(path),
+        source="a model in memory" if named is None else str(named),
     )
     text = loaded.config.get_text_config(decoder=True)
     if spec.model_type != text.model_type:
@@ -128,7 +135,8 @@ def load(
             f"{spec.name} has layer_types, which transformers' {type(loaded).__name__} does not read: load it from a "
             f"directory, where it becomes a {spec.model_type!r}, or remove layer_types"
         )
-    found = _tokenizer(tokenizer or path, trust_remote_code, must_exist=tokenizer is not None)
+    speaks = tokenizer or next((one for one in (named, path) if one and any(Path(one).glob("tokenizer*"))), path)
+    found = _tokenizer(speaks, trust_remote_code, must_exist=tokenizer is not None)
     return LoadedModel(
         model=loaded,
         tokenizer=found,

@@ -17,19 +17,22 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 from hybridkv.engine.loading.quantization import computing_dtype, quantization_of
-from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, checkpoint_digest
+from hybridkv.models.checkpoint_digest import NOT_THE_MODEL, adapter_digest, checkpoint_digest
 
 
-def store_identity(model: PreTrainedModel, path: str | Path | None) -> str:
+def store_identity(model: PreTrainedModel, path: str | Path | None, adapter: Path | None = None) -> str:
     """The identity under which KV is stored: that of the directory's files, as in vLLM. A model in memory has its own.
 
-    `path`: where the model was loaded from.
+    `path`: where the model was loaded from. `adapter`: what has been merged into its weights.
     """
     if path is None or not Path(path).is_dir():
         return model_identity(model)
     dtype = str(computing_dtype(model)).removeprefix("torch.")
     quantization = quantization_of(model)  # the config names it also where its weights have been expanded
-    return checkpoint_digest(Path(path), dtype, *([f"quantization {quantization}"] if quantization else []))
+    computed = [dtype, *([f"quantization {quantization}"] if quantization else [])]
+    if adapter is not None:
+        computed.append(f"adapter {adapter_digest(adapter)}")
+    return checkpoint_digest(Path(path), *computed)
 
 
 def model_identity(model: PreTrainedModel) -> str:
