@@ -155,7 +155,8 @@ def test_plans_agree_with_the_cache_of_transformers(model_type: str) -> None:
     try:
         spec = read_config(json.loads(config.to_json_string(use_diff=False)), name="m")
     except ConfigError as error:
-        assert "unknown model type" in str(error) or "which hybridkv does not know yet" in str(error)  # noqa: PT017
+        reasons = ("unknown model type", "which hybridkv does not know yet", "num_kv_shared_layers")  # of drafters: all
+        assert any(reason in str(error) for reason in reasons)  # noqa: PT017
         return
     if spec.has_record:  # of the language model in it
         return
