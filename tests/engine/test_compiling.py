@@ -33,6 +33,8 @@ KINDS_OF_LAYERS = {
     "jamba": 3,
     "zamba2": 3,
     "kimi_linear": 3,
+    "mimo_v2_flash": 3,
+    "laguna": 4,
     "bailing_hybrid": 3,
     "lfm2_moe": 3,
     **dict.fromkeys(("glm4_moe_lite", "mistral4", "axk1", "lfm3"), 2),
