@@ -134,8 +134,8 @@ def test_verified_entries_are_the_defaults_of_a_config_class(name: str) -> None:
     assert compute_of(name) == read_compute(catalogue()[name].config, name=name, use_defaults=False)
 
 
-# Some names of Gemma leave the embeddings out, that of Llama 3.2 rounds down, that of Mixtral counts one expert.
-_OTHER_NUMBERS = {"gemma-2-2b", "gemma-3n-e2b", "gemma-3n-e4b", "llama-3.2-1b", "mixtral-8x22b-v0.1"}
+# Some names of Gemma leave the embeddings out, Llama and Ministral round down, Mixtral counts one expert.
+_OTHER_NUMBERS = {"gemma-2-2b", "gemma-3n-e2b", "gemma-3n-e4b", "llama-3.2-1b", "ministral-3-3b", "mixtral-8x22b-v0.1"}
 
 
 @pytest.mark.parametrize("name", sorted(set(catalogue()) - _OTHER_NUMBERS))

@@ -152,13 +152,13 @@ def test_plans_agree_with_the_cache_of_transformers(model_type: str) -> None:
         config = CONFIG_MAPPING[model_type]()
     except Exception:
         pytest.skip("its config class has no defaults")
+    if config.get_text_config(decoder=True).model_type in FAMILIES:
+        pytest.skip("its language model has a record")
     try:
         spec = read_config(json.loads(config.to_json_string(use_diff=False)), name="m")
     except ConfigError as error:
         reasons = ("unknown model type", "which hybridkv does not know yet", "num_kv_shared_layers")  # of drafters: all
         assert any(reason in str(error) for reason in reasons)  # noqa: PT017
-        return
-    if spec.has_record:  # of the language model in it
         return
     assert [STOCK_LAYERS[layer.kind] for layer in spec.layers] == [
         type(layer).__name__ for layer in DynamicCache(config=config).layers
