@@ -138,6 +138,17 @@ _SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         **_MOE,
     },
+    "muse_glimmer_text": {"num_hidden_layers": 5, "head_dim": 24, "sliding_window": 16},
+    "muse_spark_text": {
+        "num_hidden_layers": 5,
+        "head_dim": 24,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_hidden_size": 48,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    },
     "glm4_moe": {"num_hidden_layers": 3, "head_dim": 24, "use_qk_norm": True, **_GROUPED_EXPERTS},
     "minimax_m2": {"num_hidden_layers": 2, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": {"num_hidden_layers": 3, "head_dim": 24, **_MOE},
@@ -337,11 +348,32 @@ _QWEN_AUDIO: dict[str, Any] = {
     "output_dim": 64,
     "downsample_hidden_size": 8,
 }
+_MUSE: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+    "out_hidden_size": 128,
+    "projector_hidden_size": 32,
+}
+_MUSE_AUDIO: dict[str, Any] = {
+    "patch_sizes": [4, 4],
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "num_hidden_layers": 2,
+    "out_hidden_size": 64,
+}
 # Placeholders of images and sounds lie above the text vocabulary of the tests' prompts.
 COMPOSITE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_text": ("qwen3_vl", {"vision_config": QWEN_VISION}),
     "qwen3_vl_moe_text": ("qwen3_vl_moe", {"vision_config": QWEN_VISION}),
     "qwen3_omni_moe_text": ("qwen3_omni_moe_thinker", {"vision_config": QWEN_VISION, "audio_config": _QWEN_AUDIO}),
+    "muse_glimmer_text": ("muse_glimmer", _MUSE),
+    "muse_spark_text": ("muse_spark", {"audio_config": _MUSE_AUDIO, **_MUSE}),
 }
 """Language models that transformers has inside of a composite model only: its type, and the rest of its config."""
 

@@ -97,7 +97,7 @@ COMPOSITES = {
     for name, parts in _AROUND.items()
     if name not in NOT_INSTALLED and parts.get("wrapper", name) in CONFIG_MAPPING_NAMES
 }
-COMPOSITE_ONLY = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"]
+COMPOSITE_ONLY = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "muse_glimmer", "muse_spark"]
 """Families of the zoo that are composites there."""
 
 

@@ -38,7 +38,7 @@ KINDS_OF_LAYERS = {
     "bailing_hybrid": 3,
     "lfm2_moe": 3,
     **dict.fromkeys(("glm4_moe_lite", "mistral4", "axk1", "lfm3"), 2),
-    **dict.fromkeys(("qwen2_moe", "smollm3", "granite_swa", "qwen3_vl_moe"), 2),
+    **dict.fromkeys(("qwen2_moe", "smollm3", "granite_swa", "qwen3_vl_moe", "muse_glimmer", "muse_spark"), 2),
 } | dict.fromkeys(("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid", "lfm2", "olmo_hybrid", "minimax"), 2)
 """Those of the tiny models; one kind where nothing is said."""
 

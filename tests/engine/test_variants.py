@@ -32,6 +32,7 @@ SHORT_LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(4)],
     "long_factor": [2.0 + i for i in range(4)],
 }
+MSCALE = {"short_mscale": 1.1, "long_mscale": 1.2}
 MROPE = {"partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 BY_LAYER_TYPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -263,6 +264,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe: alpha": ("hunyuan_v1_moe", rope("dynamic", alpha=1000.0, factor=1.0)),
     "olmoe: clipped": ("olmoe", {"clip_qkv": 0.8, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "phimoe: window, biases": ("phimoe", {"sliding_window": 24, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe: longrope": ("phimoe", rope("longrope", **{**LONGROPE, "original_max_position_embeddings": 128}, **MSCALE)),
+    "muse_glimmer: all rotary, biases": (
+        "muse_glimmer",
+        {"layer_rope_theta": [10000.0] * 5, "attention_bias": True, "output_multiplier": 0.2},
+    ),
+    "muse_spark: dense first": ("muse_spark", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}),
     "glm4: no biases, yarn": ("glm4", {**rope("yarn", partial_rotary_factor=0.5, **YARN), "attention_bias": False}),
     "olmo2: biases, yarn": ("olmo2", {**rope("yarn", **YARN), "attention_bias": True, "num_key_value_heads": 4}),
     "cohere: no norms, biases": ("cohere", {"use_qk_norm": False, "attention_bias": True, "logit_scale": 0.3}),

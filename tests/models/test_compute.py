@@ -34,7 +34,13 @@ def tiny_model(model_type: str) -> Any:
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = tiny_config(model_type)
     model = auto_class(config).from_config(config, **options).eval().float()
-    for name in ("visual", "audio_tower"):  # of composite models: not our text's
+    for name in (
+        "visual",
+        "audio_tower",
+        "vision_tower",
+        "vision_adapter",
+        "vision_projection",
+    ):  # of composite models: not our text's
         if hasattr(model, "model") and hasattr(model.model, name):
             delattr(model.model, name)
     return model

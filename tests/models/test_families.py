@@ -90,7 +90,7 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrapper", ["gemma3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+    "wrapper", ["gemma3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "muse_glimmer"]
 )
 def test_multimodal_configs_are_read_by_their_text_config(wrapper: str) -> None:
     config = CONFIG_MAPPING[wrapper]()

@@ -130,6 +130,15 @@ def longcat_experts(cfg: Config, layer: int, kind: str) -> Weights:
     return mlp + routed + Weights.dense(cfg.integer("hidden_size") * cfg.optional_count("zero_expert_num"))
 
 
+def muse_experts(cfg: Config, layer: int, kind: str) -> Weights:
+    """Experts work in a narrower space: one matrix leads there, one back."""
+    if _is_dense(cfg, layer):
+        return dense(cfg, layer, kind)
+    width = cfg.integer("moe_hidden_size")
+    routed = _experts(cfg, cfg.integer("num_local_experts"), cfg.integer("moe_intermediate_size"), width=width)
+    return routed + _mlp(cfg, width, matrices=2)
+
+
 def gemma3n_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:
     """Beside the MLP: a low-rank residual, the inputs each layer gets of its own, and the router of the streams."""
     hidden = cfg.integer("hidden_size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
 from hybridkv.models.family import Layers, all_layers, every, family, given_or
-from hybridkv.models.feed_forward import deepseek_experts, dense, qwen_experts
+from hybridkv.models.feed_forward import deepseek_experts, dense, muse_experts, qwen_experts
 from hybridkv.models.layers import FULL_OR_SLIDING, has_window
 
 
@@ -123,3 +123,46 @@ def afmoe(cfg: Config) -> Layers:
 )
 def kolibri1(cfg: Config) -> Layers:
     return Layers(given_or(cfg, every(cfg, 5, "full_attention", "sliding_attention")), FULL_OR_SLIDING)
+
+
+@family(
+    "muse_glimmer_text",
+    feed_forward=dense,
+    defaults={
+        "hidden_size": 6656,
+        "num_hidden_layers": 52,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "sliding_window": 2048,
+    },
+    weight_defaults={"vocab_size": 202048, "intermediate_size": 19968},
+    attention_weights=mixer_weights.gated_attention,
+)
+@family(
+    "muse_spark_text",
+    feed_forward=muse_experts,
+    defaults={
+        "hidden_size": 8192,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "sliding_window": 2048,
+    },
+    weight_defaults={
+        "vocab_size": 202048,
+        "intermediate_size": 16384,
+        "moe_hidden_size": 4096,
+        "moe_intermediate_size": 4096,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    attention_weights=mixer_weights.gated_attention,
+    since="5.20",
+)
+def muse(cfg: Config) -> Layers:
+    """Full attention at every fourth layer, counted from the last."""
+    last = cfg.num_layers - 1
+    types = ["sliding_attention" if (last - i) % 4 else "full_attention" for i in range(cfg.num_layers)]
+    return Layers(given_or(cfg, types), FULL_OR_SLIDING)
