@@ -57,6 +57,16 @@ _PIXTRAL: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 _AUDIO: dict[str, Any] = {
     "hidden_size": 32,
     "conf_num_attention_heads": 2,
@@ -79,6 +89,11 @@ _AROUND: dict[str, dict[str, Any]] = {
     "qwen3_5": {"vision_config": QWEN_VISION, "image_token_id": 319, "video_token_id": 318},
     "llama4": {"vision_config": _LLAMA4_VISION, "image_token_index": 319},
     "gemma3n": {"audio_config": _AUDIO, "vision_config": _VISION_TOKENS},
+    "gemma4": {
+        "vision_config": _GEMMA4_VISION,
+        "audio_config": None,
+        **{f"{name}_token_id": 319 - n for n, name in enumerate(("image", "video", "audio", "boi", "eoi"))},
+    },
     "deepseek_v3": {
         "wrapper": "kimi_k25",
         "vision_config": _KIMI_VISION,
