@@ -63,8 +63,8 @@ def test_adapters_of_all_layers_beside_each_other_and_none(family: str) -> None:
 @kinds
 def test_a_prompt_sent_again_resumes_from_its_own_adapter(family: str) -> None:
     driver = driver_of(family)
-    for name in ("sql", "chat"):
-        driver.add(f"first {name}", prompt(100, 1), adapter=name)
+    driver.add("first sql", prompt(100, 1), adapter="sql")
+    driver.add("first chat", prompt(100, 1), adapter="chat")
     driver.run()
     for adapter in NAMES:
         driver.add(f"again {adapter}", prompt(100, 1), adapter=adapter)
