@@ -27,13 +27,14 @@ def linear_layers(model: Any) -> list[str]:
     refused = {"dt_proj"}
     if model.config.model_type in _MAMBAS:
         refused.add("out_proj")
-    if any(isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) for module in model.modules()):
+    if any(path.endswith(".experts") for path, _ in model.named_modules()):
         refused |= _OF_EXPERTS
     head = model.get_output_embeddings()
     return [
         path
         for path, module in model.named_modules()
         if type(module) is nn.Linear and module is not head and path.rpartition(".")[2] not in refused
+        if not any(tower in path for tower in ("vision", "visual", "audio"))
     ]
 
 
