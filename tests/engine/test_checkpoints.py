@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hybridkv import Engine
-from hybridkv.engine.loading import checkpoint
+from hybridkv.engine.loading import model_files
 from hybridkv.engine.loading.checkpoint import load
 from hybridkv.errors import ConfigError
 from hybridkv.models import load_model
@@ -148,6 +148,6 @@ def test_bfloat16_is_computed_where_the_cpu_can(
     has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr(checkpoint, "has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(model_files, "has_bfloat16", lambda: has_bfloat16)
     assert load(tmp_path, device="cpu").model.dtype == (torch.bfloat16 if has_bfloat16 else torch.float32)
     assert load(tmp_path, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16

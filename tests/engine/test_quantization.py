@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridkv.engine.loading import checkpoint, quantization
+from hybridkv.engine.loading import model_files, quantization
 from hybridkv.engine.loading.checkpoint import LoadedModel, load
 from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.loading.packing import can_pack
@@ -147,7 +147,7 @@ def test_an_error_while_loading_is_one_clear_error(
     def broken(*args: Any, **options: Any) -> None:
         raise kind("'Linear' object has no attribute 'qweight'")
 
-    monkeypatch.setattr(checkpoint, "prepare_quantization", lambda *args: "gptq")
+    monkeypatch.setattr(model_files, "prepare_quantization", lambda *args: "gptq")
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", broken)
     write_config(tmp_path, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(ConfigError, match=rf"its quantisation 'gptq' failed: {kind.__name__}: .*qweight"):

@@ -33,7 +33,8 @@ from hybridkv.engine.chat import render_chat
 from hybridkv.engine.compiling import check_compile
 from hybridkv.engine.inspection.inspection import Inspection
 from hybridkv.engine.limits import check_request_id
-from hybridkv.engine.loading.checkpoint import choose_device, load
+from hybridkv.engine.loading.checkpoint import load
+from hybridkv.engine.loading.devices import choose_device
 from hybridkv.engine.loading.identity import model_identity
 from hybridkv.engine.loop import EngineLoop, Sink, Submission
 from hybridkv.engine.prompts import Prompt, TokenIdList, on_host, pack_ids
