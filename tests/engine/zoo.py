@@ -141,7 +141,7 @@ KIN: dict[str, Family] = {
     "cohere2": _windowed("cohere2", 24, logit_scale=0.9),
     "exaone4": _windowed("exaone4", 24),
     "exaone_moe": _windowed("exaone_moe", 24, experts=True, num_hidden_layers=8, **_EXPERTS),
-    "afmoe": _windowed("afmoe", 24, experts=True, branch_scale=2.0, **_EXPERTS),
+    "afmoe": _windowed("afmoe", 24, experts=True, branch_scale=1.6, **_EXPERTS),
     "kolibri1": _windowed("kolibri1", 25, experts=True, **_EXPERTS),
     "muse_glimmer": _windowed("muse_glimmer_text", 24, output_multiplier=1.0, qk_scale_factor=1.5),
     "muse_spark": _windowed(
