@@ -16,8 +16,8 @@ from tests.engine.zoo import ALL, build
 
 _MAMBAS = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """Types whose `out_proj` peft refuses to adapt."""
-_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names that peft takes for the fused experts of a model, where there are any."""
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names that peft takes for the fused experts of a model and their router, where there are any."""
 _HOME = tempfile.TemporaryDirectory(prefix="adapters-")
 """Adapters live as long as the process."""
 
