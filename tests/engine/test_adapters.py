@@ -20,7 +20,7 @@ from hybridkv.link.link import LinkOptions
 from tests.engine.drive import GREEDY, Driver, check_greedy, memory_for
 from tests.engine.lora import directories, linear_layers, save_adapter, two_adapters
 from tests.engine.test_hidden_states import check as check_hidden_states
-from tests.engine.zoo import ALL, build, fresh, oracle_logits, prompt
+from tests.engine.zoo import FAMILIES, build, fresh, oracle_logits, prompt
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v3"]
 """Full attention, windows, a delta rule with experts, Mamba-2 beside attention, latents that a layer expands."""
@@ -46,7 +46,7 @@ def ends_well(driver: Driver) -> dict[str, int]:
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_all_layers_beside_each_other_and_none(family: str) -> None:
     driver = driver_of(family, max_num_batched_tokens=48)
     for name in NAMES:
