@@ -36,7 +36,7 @@ def attention(
         out = ops.attend(rows, *own, s_aux, scale, softcap, _expansion(module))
     else:
         out = ops.attend_written(source, rows, s_aux, scale, softcap)
-    return out[None], None
+    return out.contiguous()[None], None  # some models view it in another shape
 
 
 def kv_source(module: nn.Module) -> int | None:
