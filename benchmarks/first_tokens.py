@@ -164,6 +164,7 @@ def main() -> None:
             row = found[model_type][str(count)]
             cells = [f"{row[name]:g}" for name in ("ours_ms", "stock_ms", "ratio", "hit_ms")]
             table.add_row(model_type, f"{count:,}", *cells)
+            console.print(f"{model_type}, {count:,} tokens: engine, stock, ratio, hit: {', '.join(cells)}")
     console.print(table)
     print(json.dumps({"benchmark": "first_tokens", "device": str(device), "ms": found}))
 

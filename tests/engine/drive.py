@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from hybridkv.cache import Cache, CacheLayout, lookup_key
 from hybridkv.cache.tokens import TOKEN_BYTES
@@ -42,7 +43,9 @@ _STEPS_AT_ONCE = 24
 """Steps that wait to be compared, at most."""
 _unfinished: list[Driver] = []
 """Drivers of the present test with steps that wait to be compared."""
-NOT_CAPTURED = {"gemma3n", "phimoe"}
+NOT_CAPTURED = {"phimoe"} | (
+    {"gemma3n"} if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else set()
+)
 """Families whose stock code makes a tensor on the host in every step: no graph can hold that."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -55,6 +58,7 @@ class WatchedRunner(Runner):
 
     def run(self, work: Sequence[Work]) -> torch.Tensor:
         self.work = work
+        self.__dict__.pop("logits", None)  # of the step before: a step that fails has none
         try:
             return super().run(work)
         except BaseException as error:

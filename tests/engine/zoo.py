@@ -242,7 +242,10 @@ def family_config(name: str, **overrides: Any) -> Any:
 
 def make(config: Any, seed: int = 0, branch_scale: float = 1.0) -> Any:
     """A new model of `config`, float32, in eval mode."""
-    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    # Older releases of transformers take torch's attention for Gemma 2, which leaves the soft cap out.
+    caps = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+    options = {"attn_implementation": "eager"} if caps else {}
+    model = auto_class(config).from_config(config, dtype=torch.float32, **options).eval()
     fill_weights(model, seed, branch_scale)
     return by_torch(model)
 

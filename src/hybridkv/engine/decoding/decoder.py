@@ -6,9 +6,12 @@ rows of padding. Where there is no GPU the same step runs without a graph: that 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -141,12 +144,13 @@ class Decoder:
         begin, before = time.perf_counter(), torch.cuda.memory_reserved()
         pool = torch.cuda.graph_pool_handle()
         try:
-            for size in tqdm(self.sizes[::-1], desc="Capturing decoding steps", leave=False):
-                self._buffer.pad(size)
-                self._models[size] = _captured(lambda size=size: self._run(size), pool)  # type: ignore[misc]
-                self._buffer.advance(Moved([], None, {}), self._tokens)  # compiles it
-                for kind in _KINDS:
-                    self._draws[size, kind] = _captured(lambda size=size, kind=kind: self._draw(size, kind), pool)  # type: ignore[misc]
+            with _no_collection():
+                for size in tqdm(self.sizes[::-1], desc="Capturing decoding steps", leave=False):
+                    self._buffer.pad(size)
+                    self._models[size] = _captured(partial(self._run, size), pool)
+                    self._buffer.advance(Moved([], None, {}), self._tokens)  # compiles it
+                    for kind in _KINDS:
+                        self._draws[size, kind] = _captured(partial(self._draw, size, kind), pool)
         except BaseException:
             self._models, self._draws = {}, {}
             raise
@@ -175,6 +179,19 @@ class Decoder:
         params = PlainParams(**self._buffer.views(size).draws)
         tokens = draw_plain(self._logits[:size], params, filtered=kind.filtered, drawn=kind.drawn)
         self._tokens[:size].copy_(tokens)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from freeing graphs of engines that have ended: CUDA ends a capture during which one is destroyed."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _captured(run: Callable[[], None], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
