@@ -310,6 +310,17 @@ _SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         **_MOE,
     },
+    "step3p5": {
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        "num_sliding_attention_heads": 8,
+        "head_dim": 24,
+        "sliding_window": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 48,
+    },
     "gemma4_text": {
         "num_hidden_layers": 9,
         "layer_types": [*_FIVE_TO_ONE, *_FIVE_TO_ONE[-3:]],
@@ -367,6 +378,15 @@ _MUSE_AUDIO: dict[str, Any] = {
     "num_hidden_layers": 2,
     "out_hidden_size": 64,
 }
+_STEP_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "mlp_ratio": 1.5,
+    "image_size": 56,
+    "patch_size": 14,
+    "max_position_embeddings": 16,
+}
 # Placeholders of images and sounds lie above the text vocabulary of the tests' prompts.
 COMPOSITE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_text": ("qwen3_vl", {"vision_config": QWEN_VISION}),
@@ -374,6 +394,7 @@ COMPOSITE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_omni_moe_text": ("qwen3_omni_moe_thinker", {"vision_config": QWEN_VISION, "audio_config": _QWEN_AUDIO}),
     "muse_glimmer_text": ("muse_glimmer", _MUSE),
     "muse_spark_text": ("muse_spark", {"audio_config": _MUSE_AUDIO, **_MUSE}),
+    "step3p5": ("step3p7", {"vision_config": _STEP_VISION}),
 }
 """Language models that transformers has inside of a composite model only: its type, and the rest of its config."""
 

@@ -112,7 +112,7 @@ COMPOSITES = {
     for name, parts in _AROUND.items()
     if name not in NOT_INSTALLED and parts.get("wrapper", name) in CONFIG_MAPPING_NAMES
 }
-COMPOSITE_ONLY = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "muse_glimmer", "muse_spark"]
+COMPOSITE_ONLY = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "muse_glimmer", "muse_spark", "step3p5"]
 """Families of the zoo that are composites there."""
 
 

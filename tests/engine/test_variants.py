@@ -157,6 +157,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "step3p5: biases, no limits": ("step3p5", {"attention_bias": True, "mlp_bias": True, "swiglu_limits": None}),
+    "step3p5: rope as published": (
+        "step3p5",
+        {
+            "rope_theta": [5e6, 1e4, 1e4, 5e6, 1e4],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+            "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+        },
+    ),
     "gpt_oss: yarn": ("gpt_oss", rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **YARN)),
     "gpt_oss: no biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0}),
     "llama4: llama3 rope": ("llama4", {**rope("llama3", **LLAMA3), "attn_temperature_tuning": False}),

@@ -219,10 +219,10 @@ def test_gpt_oss_sinks_matter() -> None:
 def test_layers_differ_in_sizes() -> None:
     """Query heads, KV heads, or the sizes of keys and values; and some have sinks."""
     found = {}
-    for name in ("mimo_v2_flash", "laguna", "gemma4", "gemma4_experts"):
-        modules = [layer.self_attn for layer in build(name).model.layers]
+    for name in ("mimo_v2_flash", "laguna", "step3p5", "gemma4", "gemma4_experts"):
+        modules = [layer.self_attn for layer in build(name).get_decoder().layers]
         found[name] = len({(m.head_dim, m.num_key_value_groups) for m in modules})
-    assert found == {"mimo_v2_flash": 2, "laguna": 2, "gemma4": 2, "gemma4_experts": 2}
+    assert found == {"mimo_v2_flash": 2, "laguna": 2, "step3p5": 2, "gemma4": 2, "gemma4_experts": 2}
     assert {m.self_attn.sinks is None for m in build("mimo_v2_flash").model.layers} == {True, False}
 
 

@@ -201,6 +201,18 @@ KIN: dict[str, Family] = {
     ),
     "gemma4_unified": _windowed("gemma4_unified_text", 22, branch_scale=0.3),
     "laguna": _windowed("laguna", 23, experts=True, branch_scale=2.0, **_EXPERTS),
+    # The last layer limits its experts, the one before its shared expert.
+    "step3p5": _windowed(
+        "step3p5",
+        23,
+        experts=True,
+        branch_scale=2.0,
+        n_routed_experts=8,
+        query_pre_attn_scalar=2,
+        moe_router_scaling_factor=1.5,
+        swiglu_limits=[0.0] * 4 + [0.5],
+        swiglu_limits_shared=[0.0] * 3 + [0.5, 0.0],
+    ),
     "qwen2_moe": _windowed("qwen2_moe", 24, experts=True, **_EXPERTS),
     "qwen3_moe": Family("qwen3_moe", {"num_hidden_layers": 4, **_EXPERTS}, experts=True),
     "mistral": Family("mistral", {"sliding_window": None, "num_hidden_layers": 4}),

@@ -38,6 +38,8 @@ def tiny_model(model_type: str) -> Any:
         "visual",
         "audio_tower",
         "vision_tower",
+        "vision_model",
+        "multi_modal_projector",
         "vision_adapter",
         "vision_projection",
     ):  # of composite models: not our text's
@@ -172,6 +174,7 @@ def test_entries_have_the_parameters_their_names_tell(name: str) -> None:
         ("kimi-k2", 32, 1026),
         ("glm-4.5", 32, 355),
         ("minimax-m2", 10, 230),
+        ("step-3.5-flash", 11, 196),
         ("llama-3.2-1b", 1.24, 1.24),
         ("mixtral-8x7b-v0.1", 12.9, 46.7),
         ("mixtral-8x22b-v0.1", 39, 141),
@@ -196,3 +199,5 @@ def test_a_record_without_sizes_falls_back_on_its_name() -> None:
 def test_nonsense_is_refused_rather_than_estimated() -> None:
     with pytest.raises(ConfigError, match="'vocab_size' is 'many'"):
         read_compute({"model_type": "llama", "vocab_size": "many"}, name="llama-8b")
+    with pytest.raises(ConfigError, match="moe_layers_enum is '3,x', expected numbers of layers with commas between"):
+        read_compute({"model_type": "step3p5", "moe_layers_enum": "3,x"}, name="m")

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from hybridkv.models import load_model, read_config
+from hybridkv.models import catalogue, load_model, read_compute, read_config
 from hybridkv.models.family import FAMILIES, OLDEST_TRANSFORMERS
 from hybridkv.spec import ChunkedLocal, FullAttention, LatentAttention, LayerSpec, LinearState, SlidingWindow
 from tests.tiny import TINY, auto_class, is_installed, tiny_config
@@ -131,6 +131,22 @@ def test_gemma4_as_published_reads_like_gemma4_as_saved() -> None:
     assert read_config(published, name="m").layers == read_config(saved, name="m").layers
     shapes = {spec.kind: {part.shape for part in spec.parts} for spec in read_config(published, name="m").layers}
     assert shapes == {"full_attention": {(1, 40)}, "sliding_window": {(4, 24)}}
+
+
+def test_step_as_published_reads_like_step_as_saved() -> None:
+    """Published configs have other names for some sizes, and list MTP layers, which transformers writes apart."""
+    entry = catalogue()["step-3.5-flash"].config
+    small = {"num_attention_groups": 4, "moe_num_experts": 16, "moe_top_k": 3, "moe_layers_enum": "2, 4,5"}
+    for published in ({**entry}, {**entry, **small}):
+        saved = CONFIG_MAPPING["step3p5"](**published).to_dict()
+        assert len(saved["layer_types"]) < len(published["layer_types"])
+        assert {"per_layer_config", "mlp_layer_types", "num_key_value_heads"} <= set(saved)
+        ours = read_config(published, name="m", mtp=True)
+        assert ours == read_config(saved, name="m", mtp=True)
+        assert read_compute(published, name="m", use_defaults=False) == read_compute(saved, name="m")
+        assert read_config({"model_type": "step3p7", "text_config": published}, name="m", mtp=True) == ours
+        kinds = [spec.kind for spec in ours.layers]
+        assert (len(kinds), kinds.count("full_attention"), kinds[45:]) == (48, 12, ["sliding_window"] * 3)
 
 
 def real_shapes(cache: Any, layer: int) -> Shapes:

@@ -264,6 +264,8 @@ def test_fields_of_single_layers_take_the_place_of_the_config_s() -> None:
             {"model_type": "laguna", "num_attention_heads_per_layer": [8, 12]},
             "num_attention_heads 12 cannot be divided",
         ),
+        ({"model_type": "step3p5", "layer_types": ["full_attention"] * 3}, "has 3 layer types for num_hidden_layers 2"),
+        ({"model_type": "step3p5", "attention_other_setting": 96}, "attention_other_setting is 96, expected an object"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "attends in both directions"),
         (
             {"model_type": "gemma4_text", "num_kv_shared_layers": 1},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hybridkv.errors import ConfigError
 from hybridkv.models.config import Config
 
 
@@ -165,7 +166,34 @@ def experts_by_layer(cfg: Config, layer: int, kind: str) -> Weights:
         return dense(cfg, layer, kind)
     experts = cfg.integer("n_routed_experts", "num_experts", "num_local_experts")
     routed = _experts(cfg, experts, cfg.integer("moe_intermediate_size"))
-    return routed + _mlp(cfg, cfg.optional_count("shared_expert_intermediate_size", "share_expert_dim"))
+    return routed + _mlp(cfg, cfg.optional_count("shared_expert_intermediate_size"))
+
+
+def step_experts(cfg: Config, layer: int, kind: str) -> Weights:
+    """Routed experts beside a shared one, in the layers that the config names; by default in all but the first three.
+    Published configs have other names for some sizes."""
+    kinds = cfg.strings("mlp_layer_types")
+    if not (kinds[layer] == "sparse" if kinds else layer in _moe_layers_enum(cfg)):
+        return dense(cfg, layer, kind)
+    experts = cfg.integer("n_routed_experts", "moe_num_experts", "num_local_experts")
+    chosen = cfg.integer("num_experts_per_tok", "moe_top_k")
+    routed = _experts(cfg, experts, cfg.integer("moe_intermediate_size"), chosen=chosen)
+    return routed + _mlp(cfg, cfg.integer("share_expert_dim", "share_expert_dims"))
+
+
+def _moe_layers_enum(cfg: Config) -> Sequence[int]:
+    """The layers with experts: a list, or their numbers in a string, with commas between."""
+    given = cfg.get("moe_layers_enum", default=None)
+    if given is None:
+        return range(3, cfg.num_layers)
+    if not isinstance(given, str):
+        return cfg.integers("moe_layers_enum")
+    try:
+        return [int(number) for number in given.split(",") if number.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"config of {cfg.name}: moe_layers_enum is {given[:60]!r}, expected numbers of layers with commas between"
+        ) from None
 
 
 def lfm2_feed_forward(cfg: Config, layer: int, kind: str) -> Weights:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import mixer_weights
 from hybridkv.models.config import Config
-from hybridkv.models.family import Layers, all_layers, every, family, given_or, with_shared_kv
-from hybridkv.models.feed_forward import experts_by_layer, gemma4_feed_forward
+from hybridkv.models.family import Layers, all_layers, check_causal, every, family, given_or, with_shared_kv
+from hybridkv.models.feed_forward import experts_by_layer, gemma4_feed_forward, step_experts
 from hybridkv.models.layers import FULL_OR_SLIDING, key_value
 from hybridkv.spec import FullAttention, LayerSpec, SlidingWindow
 
@@ -98,6 +99,57 @@ def laguna(cfg: Config) -> Layers:
         )
     sizes = {layer: {"num_attention_heads": number} for layer, number in enumerate(heads)}
     return Layers(given_or(cfg, all_layers(cfg, "full_attention")), FULL_OR_SLIDING, sizes)
+
+
+# --- Step 3.5 and 3.7 -------------------------------------------------------------------------------------------------
+
+
+@family(
+    "step3p5",
+    feed_forward=step_experts,
+    defaults={
+        "hidden_size": 4096,
+        "num_hidden_layers": 45,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    weight_defaults={
+        "vocab_size": 128815,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+    },
+    attention_weights=mixer_weights.head_gated_attention,
+    compiles=False,  # its experts run in a loop over those that some token has chosen
+)
+def step(cfg: Config) -> Layers:
+    """Layers with windows have more query heads. What is kept does not differ."""
+    check_causal(cfg)
+    types = given_or(_without_types_of_mtp(cfg), all_layers(cfg, "full_attention"))
+    sizes = {"num_key_value_heads": cfg.integer("num_key_value_heads", "num_attention_groups")}
+    in_windows = sizes if cfg.has_per_layer_config else {**sizes, "num_attention_heads": _step_sliding_heads(cfg)}
+    by_layer = {layer: in_windows if kind == "sliding_attention" else sizes for layer, kind in enumerate(types)}
+    return Layers(types, FULL_OR_SLIDING, by_layer)
+
+
+def _without_types_of_mtp(cfg: Config) -> Config:
+    """Published configs list the types of MTP layers after those of the decoder layers."""
+    types = cfg.strings("layer_types") or []
+    if len(types) != cfg.num_layers + cfg.optional_count("num_nextn_predict_layers"):
+        return cfg
+    return replace(cfg, values={**cfg.values, "layer_types": types[: cfg.num_layers]})
+
+
+def _step_sliding_heads(cfg: Config) -> int:
+    """Query heads of layers with windows. Published configs state them among other settings of such layers."""
+    heads = cfg.optional_integer("num_sliding_attention_heads")
+    other = cfg.get("attention_other_setting", default=None) or {}
+    if not isinstance(other, Mapping):
+        raise ConfigError(f"config of {cfg.name}: attention_other_setting is {other!r}, expected an object")
+    return heads or replace(cfg, values={**cfg.values, **other}).integer("num_attention_heads")
 
 
 # --- Gemma 4 ----------------------------------------------------------------------------------------------------------
