@@ -179,7 +179,7 @@ def test_bad_values_are_refused_before_a_model_is_loaded(
     def load(*args: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("hybridkv.engine.loading.checkpoint._from_checkpoint", load)
+    monkeypatch.setattr("hybridkv.engine.loading.checkpoint.read_model", load)
     assert words in complaint(monkeypatch, capsys, command, checkpoint, *args)
 
 

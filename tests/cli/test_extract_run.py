@@ -27,7 +27,7 @@ class SlowEngine:
     def __init__(self) -> None:
         self.running = self.most = 0
 
-    async def stream(self, prompt: Prompt, params: object) -> AsyncIterator[Any]:
+    async def stream(self, prompt: Prompt, params: object, *, adapter: str | None = None) -> AsyncIterator[Any]:
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.001)

@@ -199,6 +199,17 @@ def failing(driver: Driver, is_forced: bool) -> None:
 
 
 @pytest.mark.usefixtures("traced")
+def test_a_model_that_was_asked_for_hidden_states_compiles(log: pytest.LogCaptureFixture) -> None:
+    model = fresh("llama")
+    model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    driver = Driver(model, compiles=True)
+    driver.add("a", prompt(20, 1))
+    driver.run()
+    assert not [record for record in log.records if record.name == "hybridkv.engine"]
+
+
+@pytest.mark.usefixtures("traced")
 def test_a_layer_that_fails_to_compile_is_said_once_and_nobody_notices(log: pytest.LogCaptureFixture) -> None:
     driver = Driver(build("llama"))
     failing(driver, is_forced=False)

@@ -25,6 +25,7 @@ from hybridkv import Engine
 from hybridkv.errors import InputError
 from hybridkv.serve import ConnectionLimits, Server
 from hybridkv.serve.connection_limits import peer_of, room_for
+from hybridkv.serve.connections import Connections, Stage
 from tests.engine.zoo import prompt
 from tests.serve.serving import PATIENCE_S, Client, Pace, Served, eventually, serving
 from tests.serve.test_stopping import NarrowServer
@@ -210,8 +211,16 @@ def test_a_body_that_has_stalled_makes_room_and_one_that_comes_does_not(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybridkv.serve.connections._STALLED_S", 2 * PATIENCE_S)
+    stages, move = list[Stage](), Connections.move
+
+    def seen(self: Connections, connection: Any, stage: Stage) -> None:
+        move(self, connection, stage)
+        stages.append(stage)
+
+    monkeypatch.setattr(Connections, "move", seen)
     with limited(engine, 1) as served, ExitStack() as stack:
         upload = stack.enter_context(connect(served.url, POST.format(100).encode() + b"{"))
+        assert eventually(lambda: Stage.BODY in stages)  # until then it may be dropped
         with connect(served.url, WHOLE) as refused:
             assert "too many connections" in error_on(refused, 503)
         assert not is_closed(upload)

@@ -140,13 +140,13 @@ class StreamDriver(Driver):
     def _check(self, scheduled: Sequence[Any]) -> None:
         """Rows of requests whose load has failed may be anything; they must not count."""
         row = 0
-        whole = self.runner.logits if scheduled else None
-        for packed, tables in scheduled:
+        whole = getattr(self.runner, "logits", None)  # none if the step failed
+        for packed, tables, adapter in scheduled:
             count = tables.end - tables.start
             if (packed, tables.start) not in self.streaming.discarded:
                 assert whole is not None
                 self.runner.logits = whole[row : row + count]
-                super()._check([(packed, tables)])
+                super()._check([(packed, tables, adapter)])
             row += count
 
 

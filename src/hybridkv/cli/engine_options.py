@@ -89,9 +89,9 @@ class EngineOptions:
         list[str] | None,
         typer.Option(
             "--adapter",
-            metavar="NAME=DIR",
-            help="A LoRA adapter, as peft saves it, and the name that requests give it. With serve: may be given more "
-            "than once.",
+            metavar="ADAPTER",
+            help="A LoRA adapter, as peft saves it, after the name that requests give it: NAME=DIR. With serve: may be "
+            "given more than once.",
         ),
     ] = None
     compile: Annotated[

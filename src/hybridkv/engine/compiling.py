@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from hybridkv.engine.loading.families import COMPILED
 from hybridkv.engine.seams.frame import current
@@ -39,11 +40,20 @@ def compile_layers(
         return None
     reason = _obstacle(model.config.get_text_config(decoder=True).model_type, device)
     if reason is None:
+        _drop_capturing_hooks(layers)
         return CompiledLayers(layers, is_forced=compile is True)
     if compile is True:
         raise InputError(f"compile=True: {reason}; leave it out")
     LOG.warning("layers are not compiled: %s", reason)
     return None
+
+
+def _drop_capturing_hooks(layers: Sequence[nn.Module]) -> None:
+    """Remove the hooks that transformers leaves on a model that was asked for hidden states: they cannot be traced."""
+    for module in (module for layer in layers for module in layer.modules()):
+        for number, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == output_capturing.__name__:
+                del module._forward_hooks[number]
 
 
 def _obstacle(model_type: str, device: torch.device) -> str | None:

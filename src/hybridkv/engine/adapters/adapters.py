@@ -20,7 +20,7 @@ from hybridkv.cache.tokens import adapter_key
 from hybridkv.engine.adapters.fitting import fit
 from hybridkv.engine.adapters.reader import Adapter, read_adapter
 from hybridkv.engine.seams.frame import AdapterRows, StepAdapters, active
-from hybridkv.errors import HybridKVError, InputError, RequestError
+from hybridkv.errors import EngineError, InputError, RequestError
 from hybridkv.kernels.spans import Span
 from hybridkv.memory import Uploader
 from hybridkv.models.checkpoint_digest import adapter_digest
@@ -131,9 +131,7 @@ def _hook(path: str, weights: Mapping[str, _Weights]) -> Any:
         [x] = args
         count = frame.adapters.num_seen if sees_past else frame.adapters.num_tokens
         if x.shape[-2] != count:
-            raise HybridKVError(
-                f"{path} is run on {list(x.shape)}, not on {count} rows of tokens: no adapter fits there"
-            )
+            raise EngineError(f"{path} is run on {list(x.shape)}, not on {count} rows of tokens: no adapter fits there")
         for one in frame.adapters.rows:
             pair = weights.get(one.name)
             if pair is not None:
