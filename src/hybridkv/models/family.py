@@ -46,7 +46,7 @@ class Family:
     describe: Describe
     feed_forward: FeedForward
     defaults: Mapping[str, Any]
-    """What the transformers config class assumes where config.json is silent, of fields that say what is kept."""
+    """Values of the transformers config class where config.json is silent, of fields that say what is kept."""
     weight_defaults: Mapping[str, Any]
     """The same of fields that say how many weights there are. Apart, because a catalogue entry that leaves one of these
     out is incomplete, and must not be completed with the size of some other member of its family."""
@@ -131,7 +131,7 @@ def make_layers(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
 
 
 def readers_of_shared_kv(cfg: Config, layers: Layers) -> tuple[LayerSpec, ...]:
-    """What the layers that keep nothing of their own read: specs of the same sizes and sight, by their own numbers."""
+    """Return the specs that layers without KV of their own read: of the same sizes and sight, by their own numbers."""
     specs: list[LayerSpec] = []
     for layer, kind in enumerate(layers.types):
         if kind.startswith(SHARED):

@@ -27,7 +27,7 @@ def plain_attention(cfg: Config, spec: LayerSpec) -> int:
 
 
 def query_and_output(cfg: Config, spec: LayerSpec) -> int:
-    """Of a layer that attends to what `spec` says: a query has the size of a key, and a result that of a value."""
+    """Weights of a layer that attends as `spec` says: a query has the size of a key, and a result that of a value."""
     return cfg.integer("hidden_size") * cfg.integer("num_attention_heads") * sum(part.shape[1] for part in spec.parts)
 
 
@@ -64,7 +64,7 @@ def counted_apart(cfg: Config, spec: LayerSpec) -> int:
 
 
 def latent_head_dims(cfg: Config) -> tuple[int, int]:
-    """Of MLA: what a query head and a value head of one token have when they are written out."""
+    """Return the sizes of a query head and of a value head of MLA when they are written out."""
     if cfg.get("v_head_dim") is None:
         value_dim = cfg.quotient(cfg.integer("hidden_size"), "num_attention_heads", "hidden_size")
     else:
@@ -168,7 +168,7 @@ def zamba_shared_blocks(cfg: Config, kinds: Sequence[str], specs: Sequence[Layer
 
 
 def gemma3n_streams(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
-    """What makes the inputs that each layer gets of its own, and what makes and merges the parallel streams."""
+    """Weights that make the inputs of each layer, and that make and merge the parallel streams."""
     hidden = cfg.integer("hidden_size")
     inputs = hidden * len(kinds) * cfg.integer("hidden_size_per_layer_input")
     streams = 2 * (cfg.integer("altup_num_inputs") - 1) * hidden * hidden
@@ -176,7 +176,7 @@ def gemma3n_streams(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec
 
 
 def gemma4_inputs(cfg: Config, kinds: Sequence[str], specs: Sequence[LayerSpec]) -> Weights:
-    """What makes the inputs that each layer gets of its own, if there are any."""
+    """Weights that make the inputs of each layer, if layers have inputs of their own."""
     width = cfg.optional_count("hidden_size_per_layer_input")
     return Weights.dense(cfg.integer("hidden_size") * len(kinds) * width)
 

@@ -14,7 +14,7 @@ from hybridkv.models.family import Layers, type_name, types_of_pattern
 from hybridkv.spec import LayerSpec
 
 _COUNT = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""What configs call the number of MTP layers."""
+"""Names of the number of MTP layers in configs."""
 
 
 def num_mtp_layers(cfg: Config) -> int:

@@ -1,6 +1,6 @@
 """A folder that holds an adapter and no model: the model is its base, with the adapter merged into the weights.
 
-Requests cannot choose here: whoever names such a folder as the model gets the adapted model, as with peft's
+Requests cannot choose here: such a folder, named as the model, gives the adapted model, as with peft's
 `merge_and_unload`. An adapter that requests choose by name is served beside its base instead (`adapters`).
 """
 

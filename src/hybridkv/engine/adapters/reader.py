@@ -69,7 +69,7 @@ _SAVE_AGAIN = "save it with peft's save_pretrained"
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """What one linear layer W of the base model becomes: W x + scale * up (down x)."""
+    """Changes one linear layer W of the base model to W x + scale * up (down x)."""
 
     down: Tensor
     """[rank, in]"""

@@ -30,7 +30,7 @@ _NARROW_TYPES = ("F8_", "F4", "I8", "U8")
 
 
 class Method(NamedTuple):
-    """What a method of quantisation needs."""
+    """Requirements of a method of quantisation."""
 
     packages: tuple[str, ...] = ()
     """Distributions, by their names for pip."""
@@ -224,7 +224,7 @@ def _check_environment(name: str, stated: Mapping[str, Any], cannot: str, device
 
 
 def device_map(device: torch.device) -> dict[str, torch.device] | None:
-    """Where transformers shall put quantised weights. None leaves them on the CPU of a machine without a GPU."""
+    """Return the device of quantised weights, for transformers. None: the CPU of a machine without a GPU."""
     return {"": device} if device.type != "cpu" or torch.cuda.is_available() else None
 
 

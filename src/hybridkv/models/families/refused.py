@@ -30,7 +30,7 @@ REFUSED: Mapping[str, str] = {
     "zamba": "keeps the states of Mamba-1 heads beside shared attention",
     "zaya": "keeps convolution inputs and a delayed value beside its keys and values",
 }
-"""What each type does, as the end of a sentence."""
+"""By type: the end of a sentence about its past."""
 
 
 def check_known_past(model_type: str, name: str) -> None:
