@@ -242,7 +242,7 @@ class Driver:
         adapter: str | None = None,
         **key: Any,
     ) -> None:
-        extra = () if adapter is None else (self.adapters[adapter].key,)
+        extra = [*key.pop("extra_keys", ()), *([] if adapter is None else [self.adapters[adapter].key])]
         made = lookup_key(extra_keys=extra, **key)
         self.core.add(name, Prompt(prompt, breakpoints), params, made, client=client, adapter=adapter)
 

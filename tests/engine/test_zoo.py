@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.zoo import ALL, VOCAB_SIZE, build, family_config, make, oracle_logits, prompt, text_config
+from tests.engine.zoo import FAMILIES, VOCAB_SIZE, build, family_config, make, oracle_logits, prompt, text_config
 
 NOISE = 2e-5  # float32 logits may be off by this much
 MATTERS = 1e-2  # what the cache holds moves logits by this much, at least
 PROMPT_TOKENS = 150
 
-every_family = pytest.mark.parametrize("name", ALL)
+every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def moved(a: Any, b: Any) -> float:
 @every_family
 def test_every_family_is_its_own_model(name: str) -> None:
     model = build(name)
-    assert text_config(model).model_type == ALL[name].model_type
+    assert text_config(model).model_type == FAMILIES[name].model_type
     assert not model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert build(name) is model
@@ -58,7 +58,7 @@ def test_every_family_is_its_own_model(name: str) -> None:
 @every_family
 def test_weights_depend_on_the_seed_alone(name: str) -> None:
     tokens = prompt(8)
-    again = make(family_config(name), branch_scale=ALL[name].branch_scale)
+    again = make(family_config(name), branch_scale=FAMILIES[name].branch_scale)
     assert moved(oracle_logits(build(name), tokens), oracle_logits(again, tokens)) == 0
     assert moved(oracle_logits(build(name), tokens), oracle_logits(build(name, seed=1), tokens)) > MATTERS
 
@@ -102,7 +102,7 @@ def test_position_ids_matter_where_there_are_rotary_positions(name: str) -> None
     everything = torch.ones_like(positions)
     shifted = last_logits(build(name), tokens, position_ids=gap, attention_mask=everything)
     difference = moved(last_logits(build(name), tokens), shifted)
-    assert difference > MATTERS if ALL[name].rotary else difference < NOISE
+    assert difference > MATTERS if FAMILIES[name].rotary else difference < NOISE
 
 
 # What the cache holds, dropped between prompt and reply. Tokens of the reply go in one by one: stock Jamba starts
@@ -145,7 +145,7 @@ def test_the_stock_cache_agrees_with_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [(name, part) for name, family in ALL.items() for part in _PARTS if getattr(family, part)]
+    ("name", "part"), [(name, part) for name, family in FAMILIES.items() for part in _PARTS if getattr(family, part)]
 )
 def test_every_part_of_a_cache_matters(name: str, part: str) -> None:
     tokens = prompt(80)
@@ -162,12 +162,12 @@ def _only_layer(name: str, layer_type: str) -> Any:
     alone["num_attention_heads_per_layer"] = None
     config = family_config(name, **alone)
     config.layer_types = [layer_type]  # Gemma 4 makes full attention of the last layer
-    return make(config, branch_scale=ALL[name].branch_scale)
+    return make(config, branch_scale=FAMILIES[name].branch_scale)
 
 
-@pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.window])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.window])
 def test_a_window_ends_where_it_says(name: str) -> None:
-    window, tokens = ALL[name].window, prompt(60)
+    window, tokens = FAMILIES[name].window, prompt(60)
     assert window
     variants = [changed(tokens, 59 - (window - 1)), changed(tokens, 59 - window)]
     model = _only_layer(name, "sliding_attention")
@@ -185,13 +185,13 @@ def test_a_chunk_ends_where_it_says() -> None:
     assert moved(base, outside) == 0
 
 
-@pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.window or family.chunk])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.window or family.chunk])
 def test_windows_mix_with_full_attention(name: str) -> None:
     assert {"full_attention"} < set(text_config(build(name)).layer_types)
 
 
 def test_llama4_changes_temperature_at_small_positions() -> None:
-    tokens, scale = prompt(40), ALL["llama4"].overrides["floor_scale"]
+    tokens, scale = prompt(40), FAMILIES["llama4"].overrides["floor_scale"]
     assert 0 in build("llama4").config.no_rope_layers
     lukewarm = make(family_config("llama4", attn_temperature_tuning=False))
     difference = (oracle_logits(build("llama4"), tokens) - oracle_logits(lukewarm, tokens)).abs().amax(-1)
@@ -243,7 +243,7 @@ def _routed(model: Any, tokens: list[int]) -> list[Any]:
     return chosen
 
 
-@pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.experts and name != "llama4"])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.experts and name != "llama4"])
 def test_every_router_uses_several_experts_and_leaves_some_out(name: str) -> None:
     routes = _routed(build(name), prompt(PROMPT_TOKENS))
     assert routes
@@ -252,7 +252,7 @@ def test_every_router_uses_several_experts_and_leaves_some_out(name: str) -> Non
         assert indices.shape[-1] == 2
 
 
-@pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.experts])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.experts])
 def test_it_matters_which_expert_is_chosen(name: str) -> None:
     model, tokens = copy.deepcopy(build(name)), prompt(PROMPT_TOKENS)
     for weight_name, weight in model.named_parameters():
