@@ -43,8 +43,8 @@ def built(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bui
     return found
 
 
-def test_every_family_is_here() -> None:
-    assert {model_type for model_type, _ in MODELS.values()} == FAMILIES.keys()
+def test_families_are_known() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} <= FAMILIES.keys()
     assert set(REMOVED.values()) <= _PREVIOUSLY_SUPPORTED_MODELS.keys(), "vLLM has it again: build it"
 
 
