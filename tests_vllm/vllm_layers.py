@@ -40,11 +40,37 @@ _LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Fields that vLLM's classes need, and that the tiny configs lack."""
 TWO_BLOCKS = "zamba2 with two shared blocks"
-COMPARED = (
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text gemma3n_text gpt_oss olmo3 llama4_text deepseek_v2 "
-    "deepseek_v3 qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear minimax lfm2 lfm2_moe falcon_h1 bamba "
-    "granitemoehybrid nemotron_h zamba2 jamba mamba2"
-).split()
+COMPARED = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gpt_oss",
+    "olmo3",
+    "llama4_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "minimax",
+    "lfm2",
+    "lfm2_moe",
+    "falcon_h1",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "zamba2",
+    "jamba",
+    "mamba2",
+]
 """Model types whose names of layers are compared with those of vLLM's classes."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, _LIKE_PUBLISHED.get(name, {})) for name in COMPARED},
