@@ -160,6 +160,7 @@ def _do_without_a_gpu() -> None:
     registry._run_in_subprocess = lambda function: function()  # each model, for 10 s
     triton.set_allocator = lambda _: None  # OLMo-Hybrid; Triton has no CPU backend
     torch.cuda.Stream = type("Stream", (), {})  # Kimi-Linear
+    torch.cpu._is_amx_tile_supported = lambda: True  # MLA: without it vLLM gives up prefix caching, which states need
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):  # imported for Qwen3.5's images
         if name not in sys.modules:
             module = sys.modules[name] = ModuleType(name)
