@@ -143,19 +143,22 @@ def test_taps_change_nothing_for_those_who_do_not_ask() -> None:
     assert tapped.num_slabs == plain.num_slabs
 
 
+TIGHT_IN_2_GIB = {"glm-4.5", "glm-4.6", "glm-4.7", "llama-3.1-405b", "mistral-small-4-119b"}
+"""Models whose slabs have so few pages in 2 GiB that a part of a tap's page, or of one request, counts."""
+
+
 @pytest.mark.parametrize("name", sorted(catalogue()))
 @pytest.mark.parametrize("memory", [2 * GIB, 20 * GIB, 80 * GIB])
 def test_taps_cost_others_next_to_nothing_and_pad_little(name: str, memory: int) -> None:
     model = load_model(name)
     plain = make_plan(model, PlanOptions(memory))
     tapped = make_plan(load_model(name, taps=range(model.num_layers)), PlanOptions(memory))
-    taps, is_roomy = tapped.group("taps"), memory >= 512 * largest_page(model)
-    # Slabs of few pages, which little memory has: less than one page of a tap is left over in each.
-    assert taps.padding_ratio <= (0.02 if is_roomy else max(0.02, 1 / taps.pages_per_slab))
+    taps, is_tight = tapped.group("taps"), memory == 2 * GIB and name in TIGHT_IN_2_GIB
+    assert taps.padding_ratio <= (1 / taps.pages_per_slab if is_tight else 0.02)
     assert [group.stride_bytes for group in tapped.groups[:-1]] == [group.stride_bytes for group in plain.groups]
     assert tapped.slab_bytes <= max(plain.slab_bytes, memory / 200)
     for num_tokens in (1024, 32768):
-        assert tapped.max_requests(num_tokens) >= int(0.99 * plain.max_requests(num_tokens)) - (not is_roomy)
+        assert tapped.max_requests(num_tokens) >= 0.99 * plain.max_requests(num_tokens) - is_tight
 
 
 def test_an_arena_too_small_for_taps_has_none() -> None:
