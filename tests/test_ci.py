@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CI: Any = runpy.run_path(str(ROOT / ".ci/run"))
+CI: Any = runpy.run_path(str(ROOT / ".ci/parts.py"))
 
 
 def test_parts_are_targets_and_in_the_table_of_the_docs() -> None:
@@ -19,6 +20,17 @@ def test_parts_are_targets_and_in_the_table_of_the_docs() -> None:
     assert names <= targets
     listed = CI["stated_seconds"]().keys()
     assert {name for name in names if not name.startswith("setup")} - {"test-gpu"} <= listed
+
+
+@pytest.mark.parametrize("shell", [[], ["sh"], ["bash"]])
+def test_any_shell_starts_the_parts(shell: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / ".ci"
+    folder.mkdir()
+    (folder / "run").write_bytes((ROOT / ".ci/run").read_bytes())
+    (folder / "run").chmod(0o755)
+    (folder / "parts.py").write_text("import os\nprint(os.getcwd())\nraise SystemExit(3)\n")
+    ended = subprocess.run([*shell, folder / "run"], cwd="/", capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.strip()) == (3, str(tmp_path))
 
 
 Part: Any = CI["Part"]
