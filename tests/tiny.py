@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.metadata import version
 from typing import Any
 
@@ -409,7 +410,8 @@ TINY = {model_type: sizes for model_type, sizes in _SIZES.items() if is_installe
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """The config of a tiny model, of transformers' own class: other packages register theirs under the same names."""
-    text = config_class(model_type)(**{**_BASE, **TINY[model_type], **overrides})
+    sizes = copy.deepcopy({**_BASE, **TINY[model_type], **overrides})  # a config writes into what it is given
+    text = config_class(model_type)(**sizes)
     if model_type not in COMPOSITE_ONLY:
         return text
     wrapper, others = COMPOSITE_ONLY[model_type]

@@ -53,6 +53,14 @@ def _linear(
     )
 
 
+_FULL, _WINDOW, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def _layers(*kinds: str) -> dict[str, Any]:
+    """Few layers, which still alternate."""
+    return {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+
+
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -60,19 +68,33 @@ _LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok":
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama"),
     "qwen3": _windowed("qwen3", 24),
-    "gemma3": _windowed("gemma3_text", 20, query_pre_attn_scalar=24),
-    "gemma3n": _windowed("gemma3n_text", 24, branch_scale=0.3, vocab_size_per_layer_input=VOCAB_SIZE),
+    "gemma3": _windowed("gemma3_text", 20, query_pre_attn_scalar=24, **_layers(*[_WINDOW, _WINDOW, _FULL] * 2)),
+    "gemma3n": _windowed(
+        "gemma3n_text",
+        24,
+        branch_scale=0.3,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=2,
+        **_layers(*[_WINDOW, _FULL] * 3),
+    ),
     "gpt_oss": _windowed("gpt_oss", 27, experts=True, **_LOCAL_EXPERTS),
-    # Positions 8, 16, 24 ... change the temperature of the layers without rotary positions (every fourth).
+    # Positions 8, 16, 24 ... change the temperature of the layers without rotary positions (every second).
     "llama4": Family(
         "llama4_text",
-        {"attention_chunk_size": 40, "floor_scale": 8, "attn_scale": 0.3, "num_local_experts": 4},
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 40,
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+            "num_local_experts": 4,
+        },
         chunk=40,
         experts=True,
     ),
-    "qwen3_next": _linear("qwen3_next", experts=True, **_EXPERTS),
+    "qwen3_next": _linear("qwen3_next", experts=True, **_EXPERTS, **_layers(*[_LINEAR, _FULL] * 2)),
     "qwen3_5": _linear("qwen3_5_text"),
-    "qwen3_5_moe": _linear("qwen3_5_moe_text", experts=True, **_EXPERTS),
+    "qwen3_5_moe": _linear("qwen3_5_moe_text", experts=True, **_EXPERTS, **_layers(*[_LINEAR] * 3, _FULL)),
     "falcon_h1": _linear("falcon_h1", mamba_chunk_size=24),
     "nemotron_h": _linear(
         "nemotron_h",
@@ -98,7 +120,14 @@ FAMILIES: dict[str, Family] = {
     # Layers with windows have other numbers of KV heads, and sinks; keys are larger than values.
     "mimo_v2_flash": _windowed("mimo_v2_flash", 25, experts=True, n_routed_experts=8),
     # Layers of full attention have larger heads; later layers read KV of earlier ones.
-    "gemma4": _windowed("gemma4_text", 22, branch_scale=0.3, vocab_size_per_layer_input=VOCAB_SIZE),
+    "gemma4": _windowed(
+        "gemma4_text",
+        22,
+        branch_scale=0.3,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=2,
+        **_layers(*[_WINDOW, _FULL] * 3),
+    ),
 }
 
 # Positions 24, 48 ... change how much queries count.

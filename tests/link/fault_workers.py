@@ -15,18 +15,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from tests.link.rig import Rig
+from tests.link.workers import forking
 
 SECRET = "a secret for the tests of links"
 CALL_S = 120.0
-_FORK = get_context("forkserver")
-_FORK.set_forkserver_preload(["tests.link.fault_workers"])
+_FORK = forking()
 
 
 class Outpost:

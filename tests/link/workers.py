@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,6 @@ LIFETIME_S = 3000.0
 TCP = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"
 """NIXL refuses to start without a transport for the memory of GPUs that the machine has."""
 TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": TCP}}
-_PRELOADED = ["torch", "transformers", "hybridkv.engine", "hybridkv.link.link", "nixl_cu12._api", "tests.engine.zoo"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,18 @@ class Audit:
         return not (self.pins or self.quarantined or self.outbound or self.arrivals or self.requests)
 
 
+def forking() -> ForkServerContext:
+    """The context of processes that start with all that tests/link/preloaded.py has loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.link.preloaded"])
+    return context
+
+
 class Worker:
     """One engine, as seen from the test's process."""
 
     def __init__(self, family: str, transport: str = "cma", **options: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forking()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, TRANSPORTS[transport]), daemon=True)
         self.process.start()

@@ -21,6 +21,8 @@ from hybridkv.serve import ServeOptions, Server, make_app
 MODEL = "tiny"
 PATIENCE_S = 60.0
 LONG = 400
+TLS = httpx.create_ssl_context()
+"""For all clients: each would read the certificates of all authorities, and no server here has one."""
 
 
 class Served:
@@ -29,8 +31,10 @@ class Served:
     def __init__(self, engine: Engine, url: str) -> None:
         self.engine = engine
         self.url = url
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+        self.client = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=openai.DefaultHttpxClient(verify=TLS)
+        )
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=TLS)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

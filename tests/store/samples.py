@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from hashlib import sha256
@@ -19,7 +20,12 @@ def name_of(number: int | str, group: str = "full", namespace: str = NAMESPACE) 
 
 def rows_of(name: ObjectName, row_bytes: Sequence[int] = ROWS) -> list[bytes]:
     """Bytes that depend on the name, so that no object can be taken for another."""
-    source = random.Random(str(name))
+    return _rows(str(name), tuple(row_bytes))
+
+
+@functools.lru_cache(maxsize=512)
+def _rows(name: str, row_bytes: tuple[int, ...]) -> list[bytes]:
+    source = random.Random(name)
     return [source.randbytes(nbytes) for nbytes in row_bytes]
 
 

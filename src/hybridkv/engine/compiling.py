@@ -40,7 +40,6 @@ def compile_layers(
         return None
     reason = _obstacle(model.config.get_text_config(decoder=True).model_type, device)
     if reason is None:
-        _drop_capturing_hooks(layers)
         return CompiledLayers(layers, is_forced=compile is True)
     if compile is True:
         raise InputError(f"compile=True: {reason}; leave it out")
@@ -80,6 +79,7 @@ class CompiledLayers:
     """Layers that run compiled until `stop`, or until the compiler gives up on one of them."""
 
     def __init__(self, layers: Sequence[nn.Module], *, is_forced: bool) -> None:
+        _drop_capturing_hooks(layers)
         self._layers = list(layers)
         self._is_forced = is_forced
         forwards: dict[tuple[Any, ...], Any] = {}
