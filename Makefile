@@ -19,6 +19,9 @@ MOONCAKE_LIBRARIES := libnl-3-200=libnl-3.so.200 libnl-route-3-200=libnl-route-3
 SAMPLE := 0
 MORE := 0.7
 
+# Tests wait for processes that they start: one worker more than there are cores keeps the cores busy.
+WORKERS := $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
+
 # Tests start many processes. Each would compile the package anew where the environment keeps Python from writing it.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -147,13 +150,13 @@ serve: setup ## Serve a model to OpenAI's clients: MODEL=directory (none: the de
 test: setup setup-fla setup-oldest $(AZURITE) ## A sample of the tests that covers every test, and all pairs of parameters
 	PYTHONPATH=.fla $(BIN)/pytest tests/engine/test_beside.py tests/engine/test_seams.py
 	PYTHONPATH=.oldest $(BIN)/pytest -n auto $(OLDEST_TESTS) -k "test_families or test_seams or ragged"
-	$(BIN)/pytest -n auto --dist worksteal --timings --sample $(SAMPLE)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --timings --sample $(SAMPLE)
 
 test-all: setup $(AZURITE) ## All tests but those with vLLM and speculators
-	$(BIN)/pytest -n auto --dist worksteal --timings
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --timings
 
 test-more: setup $(AZURITE) ## Cases that `make test` left out, if both have the same HYBRIDKV_TEST_SEED
-	$(BIN)/pytest -n auto --dist worksteal --timings --sample $(SAMPLE):$(MORE)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --timings --sample $(SAMPLE):$(MORE)
 
 # flash-linear-attention is hidden first, and then stands on PYTHONPATH.
 test-gpu: $(GPU_SETUP) ## All tests on an NVIDIA GPU, without flash-linear-attention and with it: GPU_PYTHON=python3

@@ -243,7 +243,7 @@ def test_an_aborted_reply_has_no_rows() -> None:
 
 
 def test_taps_are_evicted_before_anything_else() -> None:
-    driver = Driver(build("qwen3_next"), memory_bytes=1 << 20)
+    driver = Driver(build("qwen3_5"), memory_bytes=1 << 19)
     driver.add("tapped", prompt(150, 1), tapped(0, 1, 2, 3, -1))
     driver.run()
     held = driver.cache.pages_in_use()["taps"]
@@ -325,9 +325,9 @@ def test_random_lives(part: int) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"hidden_layers": [9]}, "this model's are 0 to 8"),
-        ({"hidden_layers": [-10]}, "hidden_layers has -10"),
-        ({"hidden_layers": [8, -1]}, "layer -1 twice"),
+        ({"hidden_layers": [5]}, "this model's are 0 to 4"),
+        ({"hidden_layers": [-6]}, "hidden_layers has -6"),
+        ({"hidden_layers": [4, -1]}, "layer -1 twice"),
         ({"hidden_layers": ["last"]}, "whole numbers, or 'final'"),
         ({"hidden_layers": [1.5]}, "whole numbers"),
         ({"hidden_layers": 3}, "pass a list"),
@@ -336,7 +336,7 @@ def test_random_lives(part: int) -> None:
 )
 def test_nonsense_is_refused(options: dict[str, Any], reason: str) -> None:
     driver = Driver(build("qwen3_next"))
-    assert driver.runner.num_layers == 8
+    assert driver.runner.num_layers == 4
     with pytest.raises(RequestError, match=reason):
         driver.add("a", prompt(10, 1), replace(GREEDY, **options))
 

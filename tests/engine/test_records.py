@@ -448,7 +448,7 @@ def test_every_group_supplies_what_the_request_resumed_from(hybrid: Any) -> None
 
 def test_what_was_dropped_by_hand_was_not_evicted(hybrid: Any) -> None:
     """A state of it was evicted before: that is not why the prompt is gone."""
-    with Engine(hybrid, memory="400KiB", device="cpu") as engine:
+    with Engine(hybrid, memory="300KiB", device="cpu") as engine:
         ids, cache, call = prompt(100, 9), engine._core.cache, engine._loop.call
         record_of(engine, ids)
         for number in range(40):

@@ -93,7 +93,7 @@ FAMILIES: dict[str, Family] = {
         experts=True,
     ),
     "qwen3_next": _linear("qwen3_next", experts=True, **_EXPERTS, **_layers(*[_LINEAR, _FULL] * 2)),
-    "qwen3_5": _linear("qwen3_5_text"),
+    "qwen3_5": _linear("qwen3_5_text", **_layers(*[_LINEAR] * 3, _FULL)),
     "qwen3_5_moe": _linear("qwen3_5_moe_text", experts=True, **_EXPERTS, **_layers(*[_LINEAR] * 3, _FULL)),
     "falcon_h1": _linear("falcon_h1", mamba_chunk_size=24),
     "nemotron_h": _linear(

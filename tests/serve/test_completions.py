@@ -114,7 +114,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 9, "min_p": 0.3},
     {"frequency_penalty": -2.0},
     {"presence_penalty": -2.0},
-    {"repetition_penalty": 5.0},
+    {"repetition_penalty": 0.1},
     {"logit_bias": {"17": 100}},
     {"ignore_eos": False, "min_tokens": 4, "logit_bias": {"2": 100}},
     {"stop_token_ids": [17], "logit_bias": {"17": 100}},
