@@ -16,7 +16,7 @@ import torch
 
 import hybridkv.engine.engine
 import hybridkv.link.link
-import tests.link.fault_workers  # noqa: F401
+import tests.link.fault_workers
 from tests.engine import zoo
 from tests.engine.checkpoints import tokenizer
 
@@ -41,3 +41,4 @@ for _family in _FAMILIES:
     zoo.oracle_logits(zoo.build(_family), zoo.prompt(8))
 gc.collect()
 gc.freeze()
+__all__ = ["hybridkv", "tests"]  # imported for those who are forked
