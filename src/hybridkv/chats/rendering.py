@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hybridkv.chats.marks import Mark, Message, find_marks
 from hybridkv.errors import RequestError
 from hybridkv.texts import has_bytes
-
-Message = Mapping[str, Any]
 
 _LAST_ENDS = 7
 """Number of last messages whose ends are breakpoints, besides the first one. Earlier requests covered older ones."""
@@ -20,6 +19,8 @@ class ChatText(NamedTuple):
     text: str
     ends: list[int]
     """Text positions at which messages end, in order."""
+    marks: Sequence[int] = ()
+    """Text positions of the client's marks, in the order of the marks."""
 
 
 class ChatTokens(NamedTuple):
@@ -28,6 +29,8 @@ class ChatTokens(NamedTuple):
     token_ids: list[int]
     breakpoints: list[int]
     """Token positions at which messages end, in order."""
+    marks: Sequence[int] = ()
+    """Token positions of the client's marks, in the order of the marks. Empty if the tokenizer is not a fast one."""
 
 
 def check_text(text: str) -> str:
@@ -45,13 +48,16 @@ def render_chat(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     options: Mapping[str, Any] | None = None,
+    marks: Sequence[Mark] = (),
+    has_ends: bool = True,
 ) -> ChatTokens:
     """Render messages with the tokenizer's chat template. The ends of the first and the last ones are breakpoints.
 
     Some templates write a message differently when others follow it. Only ends that match the whole text become
     breakpoints. `continue_final_message`: the text ends with the last message's content, without what the template
     writes after it. `add_special_tokens`: add the tokenizer's special tokens to those of the template. `options`:
-    passed to the template.
+    passed to the template. `marks`: breakpoints that the client names. `has_ends`: False leaves out the ends
+    of messages.
     """
     chat = write_chat(
         tokenizer,
@@ -59,6 +65,8 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         options=options,
+        marks=marks,
+        has_ends=has_ends,
     )
     return tokenize_chat(tokenizer, chat, add_special_tokens=add_special_tokens)
 
@@ -70,8 +78,10 @@ def write_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     options: Mapping[str, Any] | None = None,
+    marks: Sequence[Mark] = (),
+    has_ends: bool = True,
 ) -> ChatText:
-    """The text of a chat and the ends of its messages, as `render_chat` tokenizes them."""
+    """The text of a chat, the ends of its messages and the client's marks, as `render_chat` tokenizes them."""
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
         raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
     if not messages:
@@ -81,17 +91,21 @@ def write_chat(
     if continue_final_message and add_generation_prompt:
         message = "continue_final_message with add_generation_prompt: a new message cannot follow one that is continued"
         raise RequestError(f"{message}; leave one of both out", "continue_final_message")
-    fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    text = check_text(apply_template(tokenizer, messages, {**(options or {}), **fixed}))
+    fixed = {**(options or {}), "add_generation_prompt": add_generation_prompt}
+    fixed["continue_final_message"] = continue_final_message
+    text = check_text(apply_template(tokenizer, messages, fixed))
     ends = []
-    for count in counts_with_ends(len(messages)):
+    for count in counts_with_ends(len(messages)) if has_ends else ():
         try:
             start = apply_template(tokenizer, messages[:count], {**(options or {}), "add_generation_prompt": False})
         except RequestError:
             continue  # a template that requires alternating roles may refuse a part
         if text.startswith(start):
             ends.append(len(start))
-    return ChatText(text, ends)
+    if not marks:
+        return ChatText(text, ends)
+    found = find_marks(lambda some, named: apply_template(tokenizer, some, named), messages, fixed, text, marks)
+    return ChatText(text, ends, found)
 
 
 def counts_with_ends(num_messages: int) -> list[int]:
@@ -105,7 +119,10 @@ def tokenize_chat(tokenizer: Any, chat: ChatText, *, add_special_tokens: bool = 
         chat.text, add_special_tokens=add_special_tokens, return_offsets_mapping=bool(tokenizer.is_fast)
     )
     token_ids: list[int] = encoded["input_ids"]
-    return ChatTokens(token_ids, _token_positions(encoded.get("offset_mapping", []), chat.ends))
+    offsets = encoded.get("offset_mapping", [])
+    texts = sorted(set(chat.marks))
+    tokens = dict(zip(texts, _token_positions(offsets, texts), strict=False))
+    return ChatTokens(token_ids, _token_positions(offsets, chat.ends), [tokens[one] for one in chat.marks if tokens])
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridkv.chats import Message, rendering
+from hybridkv.chats import Mark, Message, rendering
 from hybridkv.engine.prompts import Prompt
 
 
@@ -17,6 +17,8 @@ def render_chat(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     options: Mapping[str, Any] | None = None,
+    marks: Sequence[Mark] = (),
+    has_ends: bool = True,
 ) -> Prompt:
     """Render messages with the tokenizer's chat template: that of `chats` as a prompt, with its breakpoints."""
     rendered = rendering.render_chat(
@@ -26,5 +28,11 @@ def render_chat(
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         options=options,
+        marks=marks,
+        has_ends=has_ends,
     )
-    return Prompt(rendered.token_ids, rendered.breakpoints)
+    lifetimes: dict[int, float] = {}
+    for position, mark in zip(rendered.marks, marks, strict=False):  # a slow tokenizer finds no positions
+        if mark.lifetime_s is not None:
+            lifetimes[position] = max(mark.lifetime_s, lifetimes.get(position, 0.0))
+    return Prompt(rendered.token_ids, sorted({*rendered.breakpoints, *rendered.marks}), lifetimes)

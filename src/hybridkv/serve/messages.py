@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hybridkv.chats import NEED_CONTENT, check_template_options, join_parts, missing_content
+from hybridkv.chats import NEED_CONTENT, Part, check_template_options, join_parts, missing_content
 from hybridkv.engine import Engine, Prompt
 
 MAX_MESSAGES = 4096
@@ -40,7 +40,7 @@ class ChatMessage(BaseModel):
     def _text(self, place: str) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
-        return join_parts(((part.type, part.text) for part in self.content), place)
+        return join_parts((Part(part.type, part.text) for part in self.content), place).text
 
 
 class ChatPrompt(BaseModel):

@@ -31,6 +31,7 @@ EITHER = {
     "prompt": f"pass a text, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to {MAX_PROMPTS} of either, not mixed",
     "stop": f"pass a text, or a list of at most {MAX_STOPS}",
     "content": "pass a text, or a list of parts of type text",
+    "system": "pass a text, or a list of blocks of type text",
 }
 """Descriptions of fields that accept several types, for errors: pydantic has an error for each type it tried."""
 
@@ -139,7 +140,7 @@ class _SampledRequest(BaseModel):
     def with_breakpoints(self, prompt: Prompt) -> Prompt:
         if not self.breakpoints:
             return prompt
-        return Prompt(prompt.ids, sorted({*prompt.breakpoints, *self.breakpoints}))
+        return Prompt(prompt.ids, sorted({*prompt.breakpoints, *self.breakpoints}), dict(prompt.lifetimes))
 
 
 class CompletionRequest(_SampledRequest):
