@@ -72,7 +72,7 @@ def test_a_stream_has_the_events_of_anthropics(served: Served, client: anthropic
     with client.messages.stream(
         model=MODEL, messages=QUESTION, system=SYSTEM, max_tokens=8, extra_body=GREEDY
     ) as stream:
-        assert [block.text for block in stream.get_final_message().content] == [block.text for block in whole.content]
+        assert stream.get_final_text() == "".join(block.text for block in whole.content)
 
 
 def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
@@ -84,7 +84,7 @@ def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
 
 def test_breakpoints_are_counted_as_they_are_kept(client: anthropic.Anthropic) -> None:
     """What others share is created once and read from then on; the three kinds of tokens are the prompt."""
-    system = [text(SYSTEM, HOUR), text("Be brief.")]
+    system: list[Any] = [text(SYSTEM, HOUR), text("Be brief.")]
     size = client.messages.count_tokens(model=MODEL, messages=QUESTION, system=system).input_tokens
     first, second = (ask(client, system=system, messages=[{"role": "user", "content": one}]).usage for one in "AB")
     created = first.cache_creation

@@ -28,6 +28,7 @@ OPERATIONS = [
     ("get", "/v1/link"),
     ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"),
+    ("post", "/v1/responses"),
     ("post", "/v1/messages"),
     ("post", "/v1/messages/count_tokens"),
     ("get", "/v1/models"),

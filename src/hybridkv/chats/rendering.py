@@ -19,8 +19,6 @@ class ChatText(NamedTuple):
     text: str
     ends: list[int]
     """Text positions at which messages end, in order."""
-    marks: Sequence[int] = ()
-    """Text positions of the client's marks, in the order of the marks."""
 
 
 class ChatTokens(NamedTuple):
@@ -29,8 +27,6 @@ class ChatTokens(NamedTuple):
     token_ids: list[int]
     breakpoints: list[int]
     """Token positions at which messages end, in order."""
-    marks: Sequence[int] = ()
-    """Token positions of the client's marks, in the order of the marks. Empty if the tokenizer is not a fast one."""
 
 
 def check_text(text: str) -> str:
@@ -48,16 +44,13 @@ def render_chat(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     options: Mapping[str, Any] | None = None,
-    marks: Sequence[Mark] = (),
-    has_ends: bool = True,
 ) -> ChatTokens:
     """Render messages with the tokenizer's chat template. The ends of the first and the last ones are breakpoints.
 
     Some templates write a message differently when others follow it. Only ends that match the whole text become
     breakpoints. `continue_final_message`: the text ends with the last message's content, without what the template
     writes after it. `add_special_tokens`: add the tokenizer's special tokens to those of the template. `options`:
-    passed to the template. `marks`: breakpoints that the client names. `has_ends`: False leaves out the ends
-    of messages.
+    passed to the template.
     """
     chat = write_chat(
         tokenizer,
@@ -65,10 +58,39 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         options=options,
-        marks=marks,
-        has_ends=has_ends,
     )
     return tokenize_chat(tokenizer, chat, add_special_tokens=add_special_tokens)
+
+
+def render_marked(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    marks: Sequence[Mark],
+    *,
+    has_ends: bool = True,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[ChatTokens, dict[int, float]]:
+    """Render messages as `render_chat` does, with the breakpoints that a client names.
+
+    `has_ends`: whether the ends of messages are breakpoints, too. Returns the tokens, and by breakpoint the longest
+    lifetime that the client gives it, if any.
+    """
+    fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    chat = write_chat(tokenizer, messages, options=options, has_ends=has_ends, **fixed)
+    asked = {**(options or {}), **fixed}
+    found = find_marks(lambda some, named: apply_template(tokenizer, some, named), messages, asked, chat.text, marks)
+    places = sorted({*chat.ends, *found})
+    tokens = tokenize_chat(tokenizer, chat._replace(ends=places), add_special_tokens=add_special_tokens)
+    by_place = dict(zip(places, tokens.breakpoints, strict=False))  # a tokenizer that is not fast finds none
+    lifetimes: dict[int, float] = {}
+    for place, mark in zip(found, marks, strict=True):
+        if mark.lifetime_s is not None and place in by_place:
+            position = by_place[place]
+            lifetimes[position] = max(mark.lifetime_s, lifetimes.get(position, 0.0))
+    return tokens, lifetimes
 
 
 def write_chat(
@@ -78,10 +100,12 @@ def write_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     options: Mapping[str, Any] | None = None,
-    marks: Sequence[Mark] = (),
     has_ends: bool = True,
 ) -> ChatText:
-    """The text of a chat, the ends of its messages and the client's marks, as `render_chat` tokenizes them."""
+    """The text of a chat and the ends of its messages, as `render_chat` tokenizes them.
+
+    `has_ends`: False finds no ends.
+    """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
         raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
     if not messages:
@@ -91,9 +115,8 @@ def write_chat(
     if continue_final_message and add_generation_prompt:
         message = "continue_final_message with add_generation_prompt: a new message cannot follow one that is continued"
         raise RequestError(f"{message}; leave one of both out", "continue_final_message")
-    fixed = {**(options or {}), "add_generation_prompt": add_generation_prompt}
-    fixed["continue_final_message"] = continue_final_message
-    text = check_text(apply_template(tokenizer, messages, fixed))
+    fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    text = check_text(apply_template(tokenizer, messages, {**(options or {}), **fixed}))
     ends = []
     for count in counts_with_ends(len(messages)) if has_ends else ():
         try:
@@ -102,10 +125,7 @@ def write_chat(
             continue  # a template that requires alternating roles may refuse a part
         if text.startswith(start):
             ends.append(len(start))
-    if not marks:
-        return ChatText(text, ends)
-    found = find_marks(lambda some, named: apply_template(tokenizer, some, named), messages, fixed, text, marks)
-    return ChatText(text, ends, found)
+    return ChatText(text, ends)
 
 
 def counts_with_ends(num_messages: int) -> list[int]:
@@ -119,10 +139,7 @@ def tokenize_chat(tokenizer: Any, chat: ChatText, *, add_special_tokens: bool = 
         chat.text, add_special_tokens=add_special_tokens, return_offsets_mapping=bool(tokenizer.is_fast)
     )
     token_ids: list[int] = encoded["input_ids"]
-    offsets = encoded.get("offset_mapping", [])
-    texts = sorted(set(chat.marks))
-    tokens = dict(zip(texts, _token_positions(offsets, texts), strict=False))
-    return ChatTokens(token_ids, _token_positions(offsets, chat.ends), [tokens[one] for one in chat.marks if tokens])
+    return ChatTokens(token_ids, _token_positions(encoded.get("offset_mapping", []), chat.ends))
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

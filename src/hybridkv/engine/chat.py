@@ -21,18 +21,14 @@ def render_chat(
     has_ends: bool = True,
 ) -> Prompt:
     """Render messages with the tokenizer's chat template: that of `chats` as a prompt, with its breakpoints."""
-    rendered = rendering.render_chat(
+    rendered, lifetimes = rendering.render_marked(
         tokenizer,
         messages,
+        marks,
+        has_ends=has_ends,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         options=options,
-        marks=marks,
-        has_ends=has_ends,
     )
-    lifetimes: dict[int, float] = {}
-    for position, mark in zip(rendered.marks, marks, strict=False):  # a slow tokenizer finds no positions
-        if mark.lifetime_s is not None:
-            lifetimes[position] = max(mark.lifetime_s, lifetimes.get(position, 0.0))
-    return Prompt(rendered.token_ids, sorted({*rendered.breakpoints, *rendered.marks}), lifetimes)
+    return Prompt(rendered.token_ids, sorted(set(rendered.breakpoints)), lifetimes)

@@ -12,8 +12,8 @@ from hybridkv.engine import Engine, Prompt, SamplingParams
 from hybridkv.engine.sampling.params import MAX_STOPS, MAX_TOKEN_ID
 from hybridkv.errors import RequestError
 from hybridkv.serve.anthropic_replies import TokenCount
-from hybridkv.serve.messages import MAX_MESSAGES
-from hybridkv.serve.requests import MAX_BREAKPOINTS, Asked
+from hybridkv.serve.messages import MAX_BREAKPOINTS, MAX_MESSAGES
+from hybridkv.serve.requests import Asked
 
 MAX_TOOLS = 1024
 _DEFAULT_LIFETIME = "5m"
@@ -158,8 +158,9 @@ class MessagesRequest(CountRequest):
     num_prompts: ClassVar[int] = 1
     wants_usage: ClassVar[bool] = True
     return_token_ids: ClassVar[None] = None
-    hidden_states: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
+    repeated: ClassVar[None] = None
+    prompt_cache_key: ClassVar[None] = None
     max_tokens: int = Field(ge=1, le=MAX_TOKEN_ID)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)

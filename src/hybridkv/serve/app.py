@@ -43,6 +43,8 @@ from hybridkv.serve.replies import (
     TokenizeReply,
 )
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
+from hybridkv.serve.responses_format import ResponsesReply
+from hybridkv.serve.responses_requests import ResponsesRequest
 from hybridkv.serve.service import CHAT, COMPLETIONS, Service
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeRequest
 
@@ -169,6 +171,11 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post(CHAT, responses=_text(ChatReply), response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer messages. The ends of messages are breakpoints."""
+        return await service.answer(request, body)
+
+    @app.post("/v1/responses", responses=_text(ResponsesReply), response_model=None)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Answer messages, and go on with earlier responses."""
         return await service.answer(request, body)
 
     @app.post(MESSAGES, responses=_anthropic(AnthropicReply, streams=True), response_model=None)

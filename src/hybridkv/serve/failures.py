@@ -41,7 +41,7 @@ TOO_LONG = "context_length_exceeded"
 """The code of a prompt that leaves no room for a reply. Some clients check it."""
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint. Those of its own are below it."""
-TEXT_PATHS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
+TEXT_PATHS = ("/v1/completions", "/v1/chat/completions", MESSAGES, "/v1/responses")
 """Endpoints that generate text."""
 
 
@@ -170,7 +170,8 @@ def _http_message(request: Request, error: HTTPException) -> str:
     """Message for an error that the framework raises itself, such as an unknown path."""
     path = request.url.path
     if error.status_code == 404:
-        return f"there is no path {path!r} here: /openapi.json lists all there are"
+        ways = f"text is generated at {', '.join(TEXT_PATHS)}; " if path.startswith("/v1/") else ""
+        return f"there is no path {path!r} here: {ways}/openapi.json lists all there are"
     if error.status_code == 405:
         return f"{request.method} {path!r}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
     cause = error.__cause__

@@ -18,7 +18,6 @@ import torch
 
 from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import DiskError, RequestError
-from hybridkv.serve.anthropic_requests import MessagesRequest
 from hybridkv.serve.hidden_folder import HiddenFolder, new_name
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
 from hybridkv.workers import Workers
@@ -45,7 +44,7 @@ class HiddenStates:
         if layers:
             engine.check(Prompt([0]), SamplingParams(max_tokens=1, hidden_layers=self._layers))
 
-    def params(self, body: CompletionRequest | ChatRequest | MessagesRequest, params: SamplingParams) -> SamplingParams:
+    def params(self, body: CompletionRequest | ChatRequest, params: SamplingParams) -> SamplingParams:
         """`params` with the layers that are asked for, or by default. Raises RequestError if there can be none."""
         wanted, obstacle = body.hidden_states, _obstacle(body, params)
         if wanted is None:
@@ -118,7 +117,7 @@ class HiddenStates:
         return await asyncio.wrap_future(self._workers.submit(work))
 
 
-def _obstacle(body: CompletionRequest | ChatRequest | MessagesRequest, params: SamplingParams) -> str | None:
+def _obstacle(body: CompletionRequest | ChatRequest, params: SamplingParams) -> str | None:
     """Why a request can have no hidden states."""
     if body.stream:
         return "stream"

@@ -155,6 +155,7 @@ class _Request(BaseModel):
     created: float
     path: str
     model: str
+    cache_key: str | None
     outcome: str
 
 

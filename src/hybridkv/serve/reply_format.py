@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ class ReplyFormat(ABC):
         block_tokens: int,
         with_ids: bool = False,
         echoes: Sequence[str] = (),
+        repeated: Mapping[str, Any] | None = None,
     ) -> None:
-        """`with_ids`: whether token ids were requested.
+        """`with_ids`: whether token ids were requested. `repeated`: fields of the request that the reply repeats.
 
         `echoes`: texts that replies begin with, one for each prompt, if `echo` was requested.
         """
@@ -52,6 +53,7 @@ class ReplyFormat(ABC):
         self.prompts = prompts
         self.block_tokens = block_tokens
         self.with_ids = with_ids
+        self.repeated = repeated or {}
         self._echoes = echoes
         self._begun: set[int] = set()
         """Choices of which at least one piece was sent."""
