@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serve.serving import MODEL, Served
+from hybridkv import Engine
+from tests.serve.serving import MODEL, Served, serving
 
 SYSTEM = "The system keeps the pages that the next request will read. " * 3
 EXPLICIT = {"mode": "explicit"}
@@ -77,3 +80,21 @@ def test_wrong_fields_are_refused_by_name(served: Served, fields: dict[str, Any]
 def test_fields_that_ask_for_nothing_are_fine(served: Served) -> None:
     fields = {"prompt_cache_key": "mine", "prompt_cache_retention": "in_memory", "prompt_cache_options": {"ttl": "30m"}}
     assert ask(served, [{"role": "user", "content": "Hi"}], **fields)["finish_reason"] in ("stop", "length")
+
+
+def test_more_than_memory_holds_is_a_warning(checkpoint: Path) -> None:
+    """The reply is the same, and the record says which breakpoints were kept."""
+    texts = [f"{number}: {SYSTEM[:60]}" for number in range(8)]
+    content = [{"type": "text", "text": text, "prompt_cache_breakpoint": {**EXPLICIT, "ttl": "12h"}} for text in texts]
+    with Engine(checkpoint, memory="384KiB", device="cpu") as small, serving(small) as tight:
+        record = ask(tight, [{"role": "user", "content": content}], prompt_cache_options=EXPLICIT)
+        metrics = tight.metrics()
+        small.check_integrity()
+    outcomes = Counter(one["outcome"] for one in record["kept"])
+    assert set(outcomes) == {"kept", "no_room"}
+    [warning] = record["warnings"]
+    assert warning.startswith(f"Memory had no room for {outcomes['no_room']} of 8 breakpoints (at token ")
+    assert record["kept"][-1]["outcome"] == "kept"  # the last ones save the most
+    assert metrics["hybridkv_breakpoints_total|kept"] == outcomes["kept"]
+    assert metrics["hybridkv_breakpoints_total|no_room"] == outcomes["no_room"]
+    assert metrics["hybridkv_breakpoint_bytes_total"] == sum(one["bytes"] for one in record["kept"]) > 0
