@@ -94,6 +94,7 @@ class ClaudeCode:
             "model": MODEL,
             "messages": self._messages,
             "system": [
+                {"type": "text", "text": f"x-anthropic-billing-header: cch={len(self._messages)};"},
                 {"type": "text", "text": "You are an agent.", "cache_control": MARK},
                 {"type": "text", "text": SYSTEM, "cache_control": {**MARK, "ttl": "1h", "scope": "global"}},
             ],

@@ -17,6 +17,8 @@ from hybridkv.serve.requests import Asked
 
 MAX_TOOLS = 1024
 _DEFAULT_LIFETIME = "5m"
+_BILLING = "x-anthropic-billing-header"
+"""Begins a system block that Claude Code sends. With it no two prompts would begin alike."""
 _REFUSED = {"container": "nothing is executed here", "mcp_servers": "nothing is called from here"}
 """Fields that would change the reply, and why they are refused. Other unknown fields are ignored."""
 
@@ -142,7 +144,7 @@ class CountRequest(_Loose):
             if tool.cache_control is not None:
                 chat.marks.append(Mark(TOOLS, number, tool.cache_control.lifetime_s(f"tools.{number - 1}")))
         if self.system:
-            _add(chat, {"role": "system"}, _joined(self.system, "system"))
+            _add(chat, {"role": "system"}, _system(self.system))
         for number, message in enumerate(self.messages):
             for head, content in _split(message, f"messages.{number}"):
                 _add(chat, head, content)
@@ -183,6 +185,13 @@ class MessagesRequest(CountRequest):
 def _add(chat: _Chat, head: Mapping[str, Any], content: Joined) -> None:
     chat.marks.extend(content.marks_of(len(chat.messages)))
     chat.messages.append({**head, "content": content.text})
+
+
+def _system(system: str | Sequence[TextBlock]) -> Joined:
+    """The system message, without a block for the provider's accounts, which is another one in every request."""
+    if not isinstance(system, str):
+        system = [block for block in system if not (block.text or "").startswith(_BILLING)]
+    return _joined(system, "system")
 
 
 def _joined(content: str | Sequence[TextBlock] | None, place: str) -> Joined:
