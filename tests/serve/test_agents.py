@@ -34,7 +34,8 @@ def agents(engine: Engine) -> Iterator[Served]:
 
 def model(agents: Served) -> ChatAnthropic:
     known: dict[str, Any] = {"model": MODEL, "base_url": agents.url, "api_key": "none", "max_retries": 0}
-    return ChatAnthropic(**known, max_tokens=6, model_kwargs={"extra_body": {"temperature": 0}})
+    known |= {"max_tokens": 6, "model_kwargs": {"extra_body": {"temperature": 0}}}
+    return ChatAnthropic(**known)
 
 
 def test_langchain_gets_text_and_usage(agents: Served) -> None:
