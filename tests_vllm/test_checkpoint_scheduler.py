@@ -20,6 +20,8 @@ import hybridkv
 from hybridkv.engine import SamplingParams
 from hybridkv.integrations.vllm.checkpoint_scheduler import breakpoints_of, cut
 from hybridkv.store import Store, open_store
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 SCHEDULER = "hybridkv.integrations.vllm.checkpoint_scheduler.CheckpointScheduler"
 QWEN = FAMILIES["qwen3_next"]
@@ -89,6 +91,24 @@ def test_breakpoints_that_are_none_are_left_out() -> None:
         ({"breakpoints": "none"}, []),
     ):
         assert breakpoints_of(SimpleNamespace(kv_transfer_params=params)) == expected
+
+
+def test_vllms_anthropic_endpoint_passes_breakpoints_by_kv_transfer_params_alone() -> None:
+    """It drops cache_control. If this fails, breakpoints can be taken from there."""
+    block = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    asked = AnthropicMessagesRequest.model_validate(
+        {
+            "model": "x",
+            "max_tokens": 1,
+            "system": [block],
+            "messages": [{"role": "user", "content": [block]}],
+            "kv_transfer_params": {"breakpoints": [32]},
+        }
+    )
+    chat = AnthropicServingMessages.to_chat_completion_request(asked)
+    args = chat.to_sampling_params(1, {}).extra_args
+    assert breakpoints_of(SimpleNamespace(kv_transfer_params=args["kv_transfer_params"])) == [32]
+    assert "cache_control" not in str(chat.messages)
 
 
 def test_an_embedded_engine_finds_what_vllm_stored_and_would_have_stored_the_same(

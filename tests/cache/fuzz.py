@@ -241,7 +241,9 @@ class Fuzz:
             self.cache.follow(match)
         breakpoints = [self.chance.integer(1, len(tokens))] if self.chance.one_in(3) else []
         explained = self.cache.explain(old or match)
-        lease = self.cache.begin(tokens, key, breakpoints=breakpoints, match=old)
+        lifetimes = [(one, self.chance.integer(1, 50)) for one in breakpoints if self.chance.one_in(2)]
+        client = str(self.chance.integer(0, 2))
+        lease = self.cache.begin(tokens, key, breakpoints=breakpoints, match=old, lifetimes=lifetimes, client=client)
         self._check_explanation(explained, lease)
         assert (lease.cached_tokens, lease.matched_tokens) == (expected, match.matched_tokens)
         self.idle.append(lease)

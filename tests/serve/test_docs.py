@@ -100,7 +100,9 @@ def test_every_endpoint_is_listed(served: Served) -> None:
 
 def test_every_field_is_named(served: Served) -> None:
     schemas = served.http.get("/openapi.json").json()["components"]["schemas"]
-    for kind in ("CompletionRequest", "ChatRequest", "TokenizeText", "TokenizeChat", "DetokenizeRequest"):
+    kinds: tuple[str, ...] = ("CompletionRequest", "ChatRequest", "MessagesRequest", "ResponsesRequest", "TokenizeText")
+    kinds += ("TokenizeChat", "DetokenizeRequest")
+    for kind in kinds:
         missing = [name for name in schemas[kind]["properties"] if f"`{name}" not in PAGE]
         assert not missing
 

@@ -28,6 +28,7 @@ def record(name: str, tokens: int = 4) -> RequestRecord:
         reply_tokens=1,
         cached_tokens=0,
         breakpoints=(),
+        kept=(),
         spans=(Span(0, tokens, "computed"),),
         lookup=None,
         evicted=None,

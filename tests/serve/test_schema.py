@@ -28,6 +28,9 @@ OPERATIONS = [
     ("get", "/v1/link"),
     ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"),
+    ("post", "/v1/responses"),
+    ("post", "/v1/messages"),
+    ("post", "/v1/messages/count_tokens"),
     ("get", "/v1/models"),
     ("get", "/v1/models/{name}"),
     ("post", "/tokenize"),
@@ -56,7 +59,14 @@ MAY_LACK = (
     "/v1/hybridkv/prefixes/{key}/pin",
 )
 """Operations without a right answer here: other models than the served one, a link without a role, random names."""
-BODIES = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+BODIES = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+]
 # What is right in form may still be wrong, and what is unknown is ignored: neither is held against an answer.
 DESCRIBED: list[Any] = [
     checks.not_a_server_error,

@@ -5,6 +5,7 @@ from hybridkv.cache.arena.operations import CopyPage, Operation, OperationBatch,
 from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.cache import Cache
 from hybridkv.cache.index.leaders import Match
+from hybridkv.cache.inspection.breakpoints import BreakpointAccount, Outcome
 from hybridkv.cache.inspection.explanation import Evicted, Explanation, GroupSupply
 from hybridkv.cache.inspection.memory_map import MemoryMap
 from hybridkv.cache.inspection.prefix_tree import PrefixTree
@@ -37,6 +38,7 @@ __all__ = [
     "KIND_NAMES",
     "NULL_PAGE",
     "POLICIES",
+    "BreakpointAccount",
     "Cache",
     "CacheError",
     "CacheGroup",
@@ -58,6 +60,7 @@ __all__ = [
     "NoRoom",
     "Operation",
     "OperationBatch",
+    "Outcome",
     "Pin",
     "PinState",
     "PinnedPages",

@@ -124,12 +124,15 @@ class Cache:
         breakpoints: Sequence[int] = (),
         match: Match | None = None,
         store_room: int = 0,
+        lifetimes: Sequence[tuple[int, float]] = (),
+        client: str = "",
     ) -> Lease:
         """Start a request: a lease at the largest position that every group can supply.
 
         Allocates no pages, so it always succeeds. `match`: result of `match` for the same tokens and key. It saves the
         index lookup if the index has not changed since. `store_room`: number of checkpoints that would fill idle room
-        of a store, which gets those that the request computes.
+        of a store, which gets those that the request computes. `lifetimes`: breakpoints that `client` would like to
+        have kept for so many seconds: a hint for what is evicted first.
         """
         packed = pack_tokens(tokens)
         if not packed:
@@ -142,6 +145,8 @@ class Cache:
         self._placement.attach(lease, found.path, resume)
         lease.cached_tokens, lease.matched_tokens = resume.position, resume.matched_tokens
         self._plan_checkpoints(lease, resume, parting, breakpoints, store_room)
+        if lifetimes and self._prefixes.needs_checkpoints:
+            self._plan_lifetimes(lease, lifetimes, client)
         self._count_request(lease, resume)
         return lease
 
@@ -474,6 +479,16 @@ class Cache:
             if 0 < aligned <= lease.prompt_tokens:
                 lease.plan.want(aligned, kind)
         lease.plan.restart(lease.computed)
+
+    def _plan_lifetimes(self, lease: Lease, lifetimes: Sequence[tuple[int, float]], client: str) -> None:
+        """Note the lifetimes of checkpoints, and start those of checkpoints that are there."""
+        plan = lease.plan
+        plan.client = client
+        for position, lifetime_s in lifetimes:
+            aligned = position // self.block_tokens * self.block_tokens
+            plan.lifetimes[aligned] = max(lifetime_s, plan.lifetimes.get(aligned, 0.0))
+        plan.lifetimes.pop(0, None)
+        self._placement.start_lifetimes(lease, 0, lease.computed)
 
     def _is_worth_keeping(self, lease: Lease, position: int) -> bool:
         """Whether a checkpoint at a likely place is worth more than what is evicted for it."""

@@ -112,6 +112,11 @@ class CacheLayout:
         return states + local
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the arena, without the null slab."""
+        return (self.num_slabs - 1) * max(group.pages_per_slab * group.page_bytes for group in self.groups)
+
+    @property
     def checkpoint_slabs(self) -> float:
         """`checkpoint_bytes` as a number of slabs."""
         slabs = 0.0  # `sum` would begin with an integer, which compiled code does not add to

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from hybridkv.chats.marks import Mark
 from hybridkv.errors import RequestError
 
 NEED_CONTENT = frozenset(("developer", "system", "user"))
@@ -27,17 +29,54 @@ def check_template_options(options: Mapping[str, object]) -> None:
             raise RequestError(message, "chat_template_kwargs")
 
 
-def join_parts(parts: Iterable[tuple[str, str | None]], place: str) -> str:
-    """The text of a content that is given in parts, each a type and a text. `place`: the content's name in errors."""
-    texts = []
-    for number, (kind, text) in enumerate(parts):
+class Part(NamedTuple):
+    """A part of a content, as clients of any API send it."""
+
+    kind: str
+    text: str | None
+    is_marked: bool = False
+    """Whether the client names a breakpoint at its end."""
+    lifetime_s: float | None = None
+    """Of the breakpoint, as in `Mark`."""
+
+
+class Joined(NamedTuple):
+    """A content in parts as one text."""
+
+    text: str
+    marks: Sequence[tuple[int | None, float | None]] = ()
+    """Of each breakpoint: the characters before it, or None at the end of the content; its lifetime."""
+
+    def marks_of(self, message: int) -> list[Mark]:
+        """The breakpoints, in the message of this index."""
+        return [Mark(message, place, lifetime_s) for place, lifetime_s in self.marks]
+
+
+def join_parts(parts: Iterable[Part], place: str, kinds: Container[str] = ("text",)) -> Joined:
+    """The text of a content that is given in parts. `place`: the content's name in errors. `kinds`: types of texts."""
+    text, marks, known = "", [], list(parts)
+    for number, part in enumerate(known):
         name = f"{place}.{number}"
-        if kind != "text":
-            raise RequestError(f"{name} is a part of type {kind[:80]!r}: only text is served", name)
-        if text is None:
+        if part.kind not in kinds:
+            raise RequestError(f"{name} is a part of type {part.kind[:80]!r}: only text is served", name)
+        if part.text is None:
             raise RequestError(f"{name} is a part without a text: give it one", f"{name}.text")
-        texts.append(text)
-    return "".join(texts)
+        text += part.text
+        if part.is_marked:
+            marks.append((None if number + 1 == len(known) else len(text), part.lifetime_s))
+    return Joined(text, marks)
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LIFETIME = re.compile(r"([1-9]\d{0,5})([smhd])", re.ASCII)
+
+
+def parse_lifetime(text: str, place: str) -> float:
+    """Seconds of a lifetime such as 5m or 1h. `place`: its name in errors."""
+    found = _LIFETIME.fullmatch(text)
+    if found is None:
+        raise RequestError(f"{place} is {text[:40]!r}: pass a time such as 30s, 5m, 1h or 1d", place)
+    return float(int(found[1]) * _UNITS_S[found[2]])
 
 
 def missing_content(role: str) -> str:
@@ -75,5 +114,5 @@ def _read_content(content: object, place: str) -> str:
         if not isinstance(kind, str) or not isinstance(text, str | None):
             wanted = 'give an object such as {"type": "text", "text": "..."}'
             raise RequestError(f"{place}.{number} is no part of a content: {wanted}", f"{place}.{number}")
-        parts.append((kind, text))
-    return join_parts(parts, place)
+        parts.append(Part(kind, text))
+    return join_parts(parts, place).text

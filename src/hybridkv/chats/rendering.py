@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hybridkv.chats.marks import Mark, Message, find_marks
 from hybridkv.errors import RequestError
 from hybridkv.texts import has_bytes
-
-Message = Mapping[str, Any]
 
 _LAST_ENDS = 7
 """Number of last messages whose ends are breakpoints, besides the first one. Earlier requests covered older ones."""
@@ -63,6 +62,37 @@ def render_chat(
     return tokenize_chat(tokenizer, chat, add_special_tokens=add_special_tokens)
 
 
+def render_marked(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    marks: Sequence[Mark],
+    *,
+    has_ends: bool = True,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[ChatTokens, dict[int, float]]:
+    """Render messages as `render_chat` does, with the breakpoints that a client names.
+
+    `has_ends`: whether the ends of messages are breakpoints, too. Returns the tokens, and by breakpoint the longest
+    lifetime that the client gives it, if any.
+    """
+    fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    chat = write_chat(tokenizer, messages, options=options, has_ends=has_ends, **fixed)
+    asked = {**(options or {}), **fixed}
+    found = find_marks(lambda some, named: apply_template(tokenizer, some, named), messages, asked, chat.text, marks)
+    places = sorted({*chat.ends, *found})
+    tokens = tokenize_chat(tokenizer, chat._replace(ends=places), add_special_tokens=add_special_tokens)
+    by_place = dict(zip(places, tokens.breakpoints, strict=False))  # a tokenizer that is not fast finds none
+    lifetimes: dict[int, float] = {}
+    for place, mark in zip(found, marks, strict=True):
+        if mark.lifetime_s is not None and place in by_place:
+            position = by_place[place]
+            lifetimes[position] = max(mark.lifetime_s, lifetimes.get(position, 0.0))
+    return tokens, lifetimes
+
+
 def write_chat(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -70,8 +100,12 @@ def write_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     options: Mapping[str, Any] | None = None,
+    has_ends: bool = True,
 ) -> ChatText:
-    """The text of a chat and the ends of its messages, as `render_chat` tokenizes them."""
+    """The text of a chat and the ends of its messages, as `render_chat` tokenizes them.
+
+    `has_ends`: False finds no ends.
+    """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages or ()):
         raise RequestError("a chat is a list of messages, each with 'role' and 'content': pass one")
     if not messages:
@@ -84,7 +118,7 @@ def write_chat(
     fixed = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     text = check_text(apply_template(tokenizer, messages, {**(options or {}), **fixed}))
     ends = []
-    for count in counts_with_ends(len(messages)):
+    for count in counts_with_ends(len(messages)) if has_ends else ():
         try:
             start = apply_template(tokenizer, messages[:count], {**(options or {}), "add_generation_prompt": False})
         except RequestError:

@@ -72,7 +72,7 @@ def _prompt(prompt: Record, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(""), _sentences(prompt), Text("")]
     parts += [_bar(prompt, min(width, _MOST_BAR)), _sources(prompt), Text("")]
     if prompt["lookup"] is not None:
-        parts += [_groups(prompt["lookup"]), _lookup(prompt["lookup"], prompt["breakpoints"]), Text("")]
+        parts += [_groups(prompt["lookup"]), _lookup(prompt["lookup"], _breakpoints(prompt)), Text("")]
     if prompt["store"] is not None:
         parts += [_store(prompt["store"]), Text("")]
     return [*parts, _times(prompt), _events(prompt["events"])]
@@ -87,6 +87,8 @@ def _sentences(prompt: Record) -> Text:
         text.append(f"\n{_ALL_CACHED}", style="not bold")
     for reason in prompt["why"]:
         text.append(f"\n{printable(reason['text'])}", style="not bold")
+    for warning in prompt.get("warnings", ()):  # servers of older versions have none
+        text.append(f"\n{printable(warning)}", style="not bold yellow")
     return text
 
 
@@ -134,11 +136,22 @@ def _has(group: Record) -> str:
     )
 
 
-def _lookup(lookup: Record, breakpoints: Sequence[int]) -> Text:
+def _breakpoints(prompt: Record) -> list[str]:
+    """What became of each breakpoint; their positions alone if the server is of an older version."""
+    if "kept" not in prompt:
+        return [f"{position:,}" for position in prompt["breakpoints"]]
+    told = []
+    for one in prompt["kept"]:
+        cost = f", {format_bytes(one['bytes'])}" if one["bytes"] else ""
+        told.append(f"{one['position']:,} ({printable(one['outcome']).replace('_', ' ')}{cost})")
+    return told
+
+
+def _lookup(lookup: Record, breakpoints: Sequence[str]) -> Text:
     return Text("\n".join(_lookup_lines(lookup, breakpoints)))
 
 
-def _lookup_lines(lookup: Record, breakpoints: Sequence[int]) -> Iterator[str]:
+def _lookup_lines(lookup: Record, breakpoints: Sequence[str]) -> Iterator[str]:
     matched = max(lookup["matched_tokens"], lookup["position"])
     yield (
         f"In memory it could resume at token {lookup['position']:,}. Keys and values match to {matched:,}. The last "
@@ -156,7 +169,7 @@ def _lookup_lines(lookup: Record, breakpoints: Sequence[int]) -> Iterator[str]:
     if lookup["likely"]:
         yield "Prompts that begin like this one often part " + ", ".join(map(_place, lookup["likely"])) + "."
     if breakpoints:
-        yield "Breakpoints: " + ", ".join(f"{position:,}" for position in breakpoints)
+        yield "Breakpoints: " + ", ".join(breakpoints)
 
 
 def _place(place: Record) -> str:

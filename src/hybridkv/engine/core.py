@@ -637,7 +637,7 @@ class EngineCore:
                 self.streaming.dump_reply(sample)
         request = sample.request
         if sample.lease is not None:
-            request.log.ends(self.cache, sample.lease)
+            request.log.ends(self.cache, sample.lease, request)
         self.scheduler.remove(sample)
         if len(request.samples) < request.num_samples:
             request.num_samples = len(request.samples)  # it ended before the others were forked

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 from hybridkv.cache import DEFAULT_POLICY, LookupKey, lookup_key
-from hybridkv.chats import Message, check_text
+from hybridkv.chats import Mark, Message, check_text
 from hybridkv.engine.adapters.adapters import check_adapter, read_adapters
 from hybridkv.engine.assembly import (
     Settings,
@@ -332,12 +332,15 @@ class Engine:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        marks: Sequence[Mark] = (),
+        has_ends: bool = True,
     ) -> Prompt:
         """Render messages with the model's chat template; the prompt has breakpoints after messages.
 
         `continue_final_message`: leave the last message open; needs `add_generation_prompt=False`.
         `add_special_tokens`: add the tokenizer's special tokens to those of the template.
         `chat_template_kwargs`: further arguments of the template, such as `enable_thinking` of Qwen's.
+        `marks`: further breakpoints, inside messages or after tools. `has_ends`: False leaves out those after messages.
         """
         return render_chat(
             self._need_tokenizer(),
@@ -346,6 +349,8 @@ class Engine:
             continue_final_message=continue_final_message,
             add_special_tokens=add_special_tokens,
             options=chat_template_kwargs,
+            marks=marks,
+            has_ends=has_ends,
         )
 
     def detokenize(self, token_ids: TokenIdList | Prompt, *, skip_special_tokens: bool = False) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,12 +42,23 @@ class Prompt:
 
     ids: Ids
     breakpoints: tuple[int, ...]
+    lifetimes: tuple[tuple[int, float], ...]
+    """Breakpoints that the caller would like to have kept for so many seconds: a hint for retention."""
 
-    def __init__(self, token_ids: TokenIdList | Ids, breakpoints: Sequence[int] | npt.NDArray[Any] = ()) -> None:
-        """`token_ids`: a list, an array or a tensor of whole numbers; or the `ids` of another prompt."""
+    def __init__(
+        self,
+        token_ids: TokenIdList | Ids,
+        breakpoints: Sequence[int] | npt.NDArray[Any] = (),
+        lifetimes: Mapping[int, float] | None = None,
+    ) -> None:
+        """`token_ids`: a list, an array or a tensor of whole numbers; or the `ids` of another prompt.
+
+        `lifetimes`: by breakpoint, seconds that the caller would like to have it kept: a hint, no promise.
+        """
         ids = token_ids if isinstance(token_ids, Ids) else _ids_of(token_ids)
         object.__setattr__(self, "ids", ids)
         object.__setattr__(self, "breakpoints", _checked_breakpoints(breakpoints, ids.num_tokens))
+        object.__setattr__(self, "lifetimes", _checked_lifetimes(lifetimes or {}, self.breakpoints))
 
     @property
     def token_ids(self) -> list[int]:
@@ -122,3 +134,12 @@ def _checked_breakpoints(breakpoints: Any, num_tokens: int) -> tuple[int, ...]:
                 f"breakpoint {position} of a prompt of {num_tokens} tokens: choose 0 to {num_tokens}", "breakpoints"
             )
     return tuple(map(int, breakpoints))
+
+
+def _checked_lifetimes(lifetimes: Mapping[int, float], breakpoints: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    for position, seconds in lifetimes.items():
+        if position not in breakpoints:
+            raise RequestError(f"lifetime of {position!r}, which is no breakpoint: name it as one", "lifetimes")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise RequestError(f"lifetime {seconds!r} of breakpoint {position}: pass seconds above 0", "lifetimes")
+    return tuple(sorted((int(position), float(seconds)) for position, seconds in lifetimes.items()))

@@ -198,7 +198,13 @@ class Scheduler:
             request.log.looks_up(self.cache, match)
         store_room = 0 if self.streaming is None else self.streaming.streamer.num_idle_checkpoints
         sample.lease = self.cache.begin(
-            sample.tokens, sample.key, breakpoints=request.breakpoints, match=match, store_room=store_room
+            sample.tokens,
+            sample.key,
+            breakpoints=request.breakpoints,
+            match=match,
+            store_room=store_room,
+            lifetimes=request.prompt.lifetimes,
+            client=request.client,
         )
         sample.started()
         if self.streaming is not None:

@@ -26,7 +26,7 @@ MONITORING = frozenset(("/health", "/metrics"))
 PAGE = "/"
 PAGE_FILES = "/ui/"
 """Paths of the page: they need no key either, since a browser sends none before the page has asked for it."""
-KEY_NEEDED = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+KEY_NEEDED = "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 _OPERATOR_NEEDED = "this is for the operator alone: start the server with --operator-key, and send that key"
 _NO_OPERATOR = "this server has no operator: start it with --operator-key, and send that as 'Authorization: Bearer KEY'"
 _NOT_FROM_HERE = (
@@ -109,11 +109,11 @@ class Access:
         """The caller, whether it may enter or not."""
         if not self.has_keys:
             return self._keyless(headers)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = self._digest(key.strip())
+        key = _key_in(headers)
+        given = self._digest(key or "")
         known = self._owners if self._operator is None else [self._operator, *self._owners]
         matches = [hmac.compare_digest(given, one) for one in known]  # compare all keys: constant time
-        if scheme.lower() != "bearer" or not any(matches):
+        if key is None or not any(matches):
             return Caller("", False, KEY_NEEDED)
         return Caller(given, self._operator is not None and matches[0])
 
@@ -179,6 +179,12 @@ def check_sites(allowed_hosts: Sequence[str], cors_origins: Sequence[str], *, ha
                 "CORS origin '*' without an API key: any page that a browser shows could use the server; name the "
                 "origins, or set an API key"
             )
+
+
+def _key_in(headers: Headers) -> str | None:
+    """The key that a caller sends, as OpenAI's clients do or else as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def _host_name(host: str) -> str | None:

@@ -18,10 +18,12 @@ from hybridkv.engine import Engine, EngineError
 from hybridkv.errors import InputError
 from hybridkv.renamed import refuses_old_names
 from hybridkv.serve.access import Access, need_operator
+from hybridkv.serve.anthropic_replies import AnthropicError, AnthropicReply, TokenCount
+from hybridkv.serve.anthropic_requests import CountRequest, MessagesRequest
 from hybridkv.serve.clients import Clients
 from hybridkv.serve.connection_limits import ConnectionLimits
 from hybridkv.serve.connections import Connections
-from hybridkv.serve.failures import answer_failures, failure
+from hybridkv.serve.failures import MESSAGES, answer_failures, failure
 from hybridkv.serve.hidden_folder import HiddenFolder
 from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.history import DEFAULT_REQUESTS, History
@@ -41,6 +43,8 @@ from hybridkv.serve.replies import (
     TokenizeReply,
 )
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
+from hybridkv.serve.responses_format import ResponsesReply
+from hybridkv.serve.responses_requests import ResponsesRequest
 from hybridkv.serve.service import CHAT, COMPLETIONS, Service
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeRequest
 
@@ -169,6 +173,21 @@ def _add_text(app: FastAPI, service: Service) -> None:
         """Answer messages. The ends of messages are breakpoints."""
         return await service.answer(request, body)
 
+    @app.post("/v1/responses", responses=_text(ResponsesReply), response_model=None)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Answer messages, and go on with earlier responses."""
+        return await service.answer(request, body)
+
+    @app.post(MESSAGES, responses=_anthropic(AnthropicReply, streams=True), response_model=None)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        """Answer messages in Anthropic's format. Blocks with cache_control end at breakpoints."""
+        return await service.answer(request, body)
+
+    @app.post(f"{MESSAGES}/count_tokens", responses=_anthropic(TokenCount), response_model=None)
+    async def count_tokens(request: Request, body: CountRequest) -> Response:
+        """Count the tokens of a prompt in Anthropic's format."""
+        return await service.answer_tokens(request, body)
+
     @app.get("/v1/models")
     async def models() -> ModelList:
         """List the served model and its adapters."""
@@ -225,6 +244,12 @@ def _add_care(app: FastAPI, service: Service, access: Access) -> None:
             need_operator(request)
         await run_in_threadpool(service.engine.reset_cache)
         return ResetReply(reset=True)
+
+
+def _anthropic(reply: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses of an endpoint in Anthropic's format."""
+    errors = {status: {**refusal, "model": AnthropicError} for status, refusal in _REFUSALS.items()}
+    return {**errors, 200: {"model": reply, **({"content": _EVENTS} if streams else {})}}
 
 
 def _text(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

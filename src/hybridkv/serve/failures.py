@@ -1,4 +1,4 @@
-"""Converts errors to HTTP replies in OpenAI's format."""
+"""Converts errors to HTTP replies, in Anthropic's format on its endpoints and in OpenAI's on all others."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = {408: "timeout_error", 503: "overloaded_error", 507: "overloaded_error"}
+"""Those of Anthropic that are not OpenAI's."""
+TOO_LONG = "context_length_exceeded"
+"""The code of a prompt that leaves no room for a reply. Some clients check it."""
+MESSAGES = "/v1/messages"
+"""Anthropic's endpoint. Those of its own are below it."""
+TEXT_PATHS = ("/v1/completions", "/v1/chat/completions", MESSAGES, "/v1/responses")
+"""Endpoints that generate text."""
 
 
 class KeyNeededError(RequestError):
@@ -63,15 +71,42 @@ _STATUSES: dict[type[HybridKVError], int] = {KeyNeededError: 401, ForbiddenError
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> str:
     """The error as ASCII-only JSON: a message may quote anything a client sent, even invalid text."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    shown = message if len(message) <= _MAX_CHARS else message[:_MAX_CHARS] + "..."
     code = code or HTTPStatus(status).name.lower()
-    return json.dumps({"error": {"message": shown, "type": kind, "param": param, "code": code}})
+    return json.dumps({"error": {"message": _shown(message), "type": kind, "param": param, "code": code}})
 
 
-def failure(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
+def anthropic_error_body(status: int, message: str, code: str | None = None, request_id: str | None = None) -> str:
+    """The error in Anthropic's format. Its clients find a prompt that is too long by the words of the message."""
+    kind = _ANTHROPIC_TYPES.get(status) or _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = f"prompt is too long: {message}" if code == TOO_LONG else message
+    return json.dumps({"type": "error", "error": {"type": kind, "message": _shown(told)}, "request_id": request_id})
+
+
+def _shown(message: str) -> str:
+    return message if len(message) <= _MAX_CHARS else message[:_MAX_CHARS] + "..."
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether clients of this path expect Anthropic's format."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def failure(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    *,
+    scope: Mapping[str, Any] | None = None,
+) -> Response:
+    """The reply to a request that failed. `scope`: the request's, which tells the format; None: OpenAI's."""
     later = {"Retry-After": str(RETRY_AFTER_S)}
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: later, NO_SPACE: later}.get(status)
-    return Response(error_body(status, message, param, code), status, headers, media_type="application/json")
+    if scope is not None and is_anthropic(scope["path"]):
+        body = anthropic_error_body(status, message, code, scope["state"].get("request_id"))
+    else:
+        body = error_body(status, message, param, code)
+    return Response(body, status, headers, media_type="application/json")
 
 
 def status_of(error: HybridKVError) -> int:
@@ -89,6 +124,11 @@ def status_of(error: HybridKVError) -> int:
     return 400 if isinstance(error, InputError) else 500
 
 
+def code_of(error: HybridKVError) -> str | None:
+    """OpenAI's code of the error; None: that of the status."""
+    return TOO_LONG if isinstance(error, TooLongError) else None
+
+
 def answer_failures(app: FastAPI) -> None:
     """Register handlers that convert every error of `app` to a reply."""
 
@@ -97,19 +137,18 @@ def answer_failures(app: FastAPI) -> None:
         if isinstance(error, StoppingError):
             request.state.outcome = "stopped"
         param = error.param if isinstance(error, RequestError) else None
-        code = "context_length_exceeded" if isinstance(error, TooLongError) else None  # some clients check it
-        return failure(status_of(error), str(error), param, code)
+        return failure(status_of(error), str(error), param, code_of(error), scope=request.scope)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         message, param = _what_is_wrong(error)
-        return failure(400, message, param)
+        return failure(400, message, param, scope=request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ClientDisconnect):  # while its body was read
             return await gone(request, error)
-        answer = failure(error.status_code, _http_message(request, error))
+        answer = failure(error.status_code, _http_message(request, error), scope=request.scope)
         answer.headers.update(error.headers or {})
         return answer
 
@@ -117,7 +156,8 @@ def answer_failures(app: FastAPI) -> None:
         return Response(status_code=CLIENT_GONE)  # the client is disconnected
 
     async def bug(request: Request, error: Exception) -> Response:
-        return failure(500, f"an error in the server, which its log tells more about: {type(error).__name__}")
+        message = f"an error in the server, which its log tells more about: {type(error).__name__}"
+        return failure(500, message, scope=request.scope)
 
     app.add_exception_handler(HybridKVError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -130,7 +170,8 @@ def _http_message(request: Request, error: HTTPException) -> str:
     """Message for an error that the framework raises itself, such as an unknown path."""
     path = request.url.path
     if error.status_code == 404:
-        return f"there is no path {path!r} here: /openapi.json lists all there are"
+        ways = f"text is generated at {', '.join(TEXT_PATHS)}; " if path.startswith("/v1/") else ""
+        return f"there is no path {path!r} here: {ways}/openapi.json lists all there are"
     if error.status_code == 405:
         return f"{request.method} {path!r}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
     cause = error.__cause__

@@ -55,6 +55,8 @@ class Entry:
     model: str
     prompt_tokens: int
     prompts: list[PromptEntry]
+    cache_key: str | None = None
+    """OpenAI's `prompt_cache_key`."""
     created: float = field(default_factory=time.time)
     outcome: str = RUNNING
     ended_at: float = 0.0
@@ -87,6 +89,7 @@ class Entry:
             "created": self.created,
             "path": self.path,
             "model": self.model,
+            "cache_key": self.cache_key,
             "outcome": self.outcome,
         }
 

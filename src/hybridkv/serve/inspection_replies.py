@@ -119,6 +119,13 @@ class Times(BaseModel):
     preemptions: int
 
 
+class KeptBreakpoint(BaseModel):
+    position: int
+    kept_at: int
+    outcome: str
+    bytes: int
+
+
 class PromptRecord(BaseModel):
     """What became of one prompt. docs/why.md explains each field."""
 
@@ -130,6 +137,8 @@ class PromptRecord(BaseModel):
     reply_tokens: int
     cached_tokens: int
     breakpoints: list[int]
+    kept: list[KeptBreakpoint]
+    warnings: list[str]
     spans: list[Span]
     lookup: LookupCard | None
     store: StoreCard | None
@@ -146,6 +155,7 @@ class _Request(BaseModel):
     created: float
     path: str
     model: str
+    cache_key: str | None
     outcome: str
 
 

@@ -100,6 +100,8 @@ class PromptBatch(NamedTuple):
     ticket: Ticket
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: str | None = None
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    """Messages to keep with the reply, for requests that go on with it."""
 
     async def updates(self, engine: Engine) -> AsyncGenerator[tuple[int, Update]]:
         """Yield updates of all prompts as they arrive, with the prompt's number. Leaving early aborts all prompts."""

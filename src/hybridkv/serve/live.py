@@ -97,7 +97,7 @@ class Live:
             raise TooBusyError(f"{own} streams of live events are open with this key, which is the limit: close one")
         reader = _Reader(topics, caller)
         self._readers.add(reader)
-        return EventStream(self._events(reader), on_end=lambda: self._close(reader), last_event=None)
+        return EventStream(self._events(reader), on_end=lambda: self._close(reader))
 
     def stop(self) -> None:
         """End all streams."""

@@ -6,17 +6,13 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hybridkv.chats import NEED_CONTENT, check_template_options, join_parts, missing_content
+from hybridkv.chats import NEED_CONTENT, Joined, check_template_options, missing_content
 from hybridkv.engine import Engine, Prompt
+from hybridkv.serve.cache_fields import ContentPart, joined
 
 MAX_MESSAGES = 4096
-
-
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-    text: str | None = None
+MAX_BREAKPOINTS = 64
+"""Of the breakpoints that a request names in its messages, the last ones are taken."""
 
 
 class ChatMessage(BaseModel):
@@ -35,12 +31,10 @@ class ChatMessage(BaseModel):
 
     def for_template(self, number: int) -> dict[str, Any]:
         """The message as the chat template gets it. `number`: index of the message, from 0."""
-        return {**(self.model_extra or {}), "role": self.role, "content": self._text(f"messages.{number}.content")}
+        return {**(self.model_extra or {}), "role": self.role, "content": self.joined(number).text}
 
-    def _text(self, place: str) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        return join_parts(((part.type, part.text) for part in self.content), place)
+    def joined(self, number: int) -> Joined:
+        return joined(self.content, f"messages.{number}.content")
 
 
 class ChatPrompt(BaseModel):
@@ -57,8 +51,10 @@ class ChatPrompt(BaseModel):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template knows.")
 
-    def render(self, engine: Engine) -> Prompt:
+    def render(self, engine: Engine, *, has_ends: bool = True) -> Prompt:
+        """The prompt, with the breakpoints that the messages name. `has_ends`: and those after messages."""
         check_template_options(self.chat_template_kwargs or {})
+        marks = [mark for number, one in enumerate(self.messages) for mark in one.joined(number).marks_of(number)]
         continues, adds = bool(self.continue_final_message), self.add_generation_prompt
         return engine.render_chat(
             [message.for_template(number) for number, message in enumerate(self.messages)],
@@ -66,4 +62,6 @@ class ChatPrompt(BaseModel):
             continue_final_message=continues,
             add_special_tokens=bool(self.add_special_tokens),
             chat_template_kwargs=self.chat_template_kwargs,
+            marks=marks[-MAX_BREAKPOINTS:],
+            has_ends=has_ends,
         )

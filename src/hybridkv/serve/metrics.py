@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hybridkv.cache import KIND_NAMES, CacheStats
+from hybridkv.cache import KIND_NAMES, CacheStats, Outcome
 from hybridkv.engine import Engine, EngineError, EngineStats, MemoryUse, Result
 from hybridkv.errors import DiskError
 from hybridkv.link.stats import LinkStats
@@ -100,6 +100,8 @@ class Metrics:
             self._registry.register(_HiddenCollector(hidden_folder))
         self._requests = self._counter("requests", "Requests for text by how they ended", ["outcome"])
         self._replies = self._counter("replies", "Replies by why they ended; n for each prompt", ["finish_reason"])
+        self._breakpoints = self._counter("breakpoints", "Breakpoints of prompts by what became of them", ["outcome"])
+        self._breakpoint_bytes = self._counter("breakpoint_bytes", "Of checkpoints kept at breakpoints")
         self._reply_tokens = self._histogram("reply_tokens", "Tokens of a reply", _TOKENS)
         self._prompt_tokens = self._histogram("prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._queue = self._histogram("queue_seconds", "From arrival to the first computed token", _SECONDS)
@@ -113,6 +115,8 @@ class Metrics:
             self._received_descriptors = self._histogram(
                 "link_request_descriptors", "Runs of bytes of a prompt that came from another engine", _TOKENS
             )
+        for kept in Outcome:
+            self._breakpoints.labels(str(kept))
         for outcome in OUTCOMES:
             self._requests.labels(outcome)  # start at 0, so that Prometheus sees the first failure as an increase
 
@@ -129,6 +133,9 @@ class Metrics:
             for one in result.completions:
                 self._replies.labels(one.finish_reason).inc()
                 self._reply_tokens.observe(len(one.token_ids))
+            for account in () if result.record is None else result.record.kept:
+                self._breakpoints.labels(str(account.outcome)).inc()
+                self._breakpoint_bytes.inc(account.num_bytes)
             if result.received is not None:
                 self._received_bytes.observe(result.received.num_bytes)
                 self._received_descriptors.observe(result.received.num_descriptors)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hybridkv.serve.access import Access
 from hybridkv.serve.connections import Connections
 from hybridkv.serve.cors import Cors
-from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure, status_of
+from hybridkv.serve.failures import CLIENT_GONE, NO_SPACE, failure, is_anthropic, status_of
 from hybridkv.serve.jobs import StoppingError
 from hybridkv.serve.request_body import RequestBody
 
@@ -59,7 +59,10 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.is_begun = True
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.id
+            if is_anthropic(self.path):
+                headers["request-id"] = self.id
         else:
             self.is_answered = not message.get("more_body", False)
         await self._send(message)
@@ -119,7 +122,7 @@ class Front:
             visit.state["outcome"] = "stopped"
             if visit.is_begun:
                 raise
-            await failure(503, str(StoppingError()))(scope, receive, visit.tell)
+            await failure(503, str(StoppingError()), scope=scope)(scope, receive, visit.tell)
         except BaseException as error:
             visit.state["outcome"] = "failed"
             if not visit.is_answered or not isinstance(error, Exception):
@@ -134,7 +137,7 @@ class Front:
         caller, headers = scope["state"]["caller"], Headers(scope=scope)
         refusal = self._access.refusal(caller, scope["method"], scope["path"], headers)
         if refusal is not None:
-            await failure(status_of(refusal), str(refusal))(scope, receive, send)
+            await failure(status_of(refusal), str(refusal), scope=scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -1,13 +1,7 @@
-"""Converts the engine's updates and results to OpenAI's formats of the two endpoints: replies and stream chunks.
-
-A request may have several prompts, each with n replies: choice number `prompt * n + sample`.
-"""
+"""OpenAI's formats of completions and chats: replies and stream chunks."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hybridkv.engine import Completion, Result, TokenLogprobs, Update
-from hybridkv.errors import ReplyError
+from hybridkv.engine import Result, TokenLogprobs, Update
 from hybridkv.serve.replies import (
     AssistantMessage,
     ChatChoice,
@@ -33,73 +26,13 @@ from hybridkv.serve.replies import (
     TopLogprob,
     Usage,
 )
+from hybridkv.serve.reply_format import ReplyFormat
 from hybridkv.serve.token_texts import TokenTexts
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are only a part of a character."""
-
-
-class ReplyFormat(ABC):
-    """Reply format of one request."""
-
-    prefix: str
-
-    def __init__(
-        self,
-        model: str,
-        texts: TokenTexts,
-        *,
-        n: int,
-        prompt_ids: Sequence[list[int]] | None,
-        echoes: Sequence[str] = (),
-    ) -> None:
-        """`prompt_ids`: token ids of the prompts, if token ids were requested.
-
-        `echoes`: texts that replies begin with, one for each prompt, if `echo` was requested.
-        """
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.model = model
-        self.texts = texts
-        self.n = n
-        self.with_ids = prompt_ids is not None
-        self._prompt_ids = prompt_ids or ()
-        self._echoes = echoes
-        self._begun: set[int] = set()
-        """Choices of which at least one piece was sent."""
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """Fields that every reply and every piece begins with."""
-        return {"id": self.id, "created": self.created, "model": self.model}
-
-    @abstractmethod
-    def whole(self, results: Sequence[Result], hidden_states: Path | None = None) -> BaseModel:
-        """The reply to a request that is not streamed. `hidden_states`: the file they were written to."""
-
-    @abstractmethod
-    def pieces(self, prompt: int, update: Update) -> list[BaseModel]:
-        """The pieces to send for an update of a prompt; empty if there is no new text or token to show."""
-
-    @abstractmethod
-    def usage_piece(self, results: Sequence[Result]) -> BaseModel:
-        """The last piece of a stream, if the client requested usage."""
-
-    def prompt_ids(self, index: int) -> list[int] | None:
-        """Token ids of the prompt of a choice, if they were requested."""
-        return self._prompt_ids[index // self.n] if self.with_ids else None
-
-    def ids(self, token_ids: list[int]) -> list[int] | None:
-        return token_ids if self.with_ids else None
-
-    def choices(self, results: Sequence[Result]) -> list[tuple[int, Completion]]:
-        return [
-            (prompt * self.n + one.index, check_finished(one))
-            for prompt, result in enumerate(results)
-            for one in result.completions
-        ]
 
 
 class CompletionDialect(ReplyFormat):
@@ -148,8 +81,8 @@ class CompletionDialect(ReplyFormat):
         )
         return [CompletionReply(**self.names, choices=[choice])]
 
-    def usage_piece(self, results: Sequence[Result]) -> CompletionReply:
-        return CompletionReply(**self.names, choices=[], usage=usage(results))
+    def last_pieces(self, results: Sequence[Result], *, wants_usage: bool) -> list[BaseModel]:
+        return [CompletionReply(**self.names, choices=[], usage=usage(results))] if wants_usage else []
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.n] if self._echoes else ""
@@ -216,8 +149,8 @@ class ChatDialect(ReplyFormat):
             pieces.append(ChatChunk(**self.names, choices=[last]))
         return pieces
 
-    def usage_piece(self, results: Sequence[Result]) -> ChatChunk:
-        return ChatChunk(**self.names, choices=[], usage=usage(results))
+    def last_pieces(self, results: Sequence[Result], *, wants_usage: bool) -> list[BaseModel]:
+        return [ChatChunk(**self.names, choices=[], usage=usage(results))] if wants_usage else []
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
         if logprobs is None:
@@ -253,13 +186,6 @@ def usage(results: Sequence[Result]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
-
-
-def check_finished(one: Completion) -> Completion:
-    """Return the completion; raises if it ended with an error or was aborted."""
-    if one.finish_reason in ("stop", "length"):
-        return one
-    raise ReplyError(one.error or "the engine was shut down before the reply was complete: send it again")
 
 
 def _finite(logprob: float) -> float:

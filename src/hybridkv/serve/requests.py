@@ -19,18 +19,19 @@ from hybridkv.engine.sampling.params import (
 )
 from hybridkv.errors import RequestError
 from hybridkv.link import params as transfer_params
+from hybridkv.serve.cache_fields import CacheFields
 from hybridkv.serve.hidden_request import HiddenStatesField
-from hybridkv.serve.messages import ChatPrompt
+from hybridkv.serve.messages import MAX_BREAKPOINTS, ChatPrompt
 from hybridkv.serve.unsupported import check_extras
 
 MAX_PROMPTS = 128
-MAX_BREAKPOINTS = 64
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` in `/v1/completions`, as in OpenAI's API."""
 EITHER = {
     "prompt": f"pass a text, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to {MAX_PROMPTS} of either, not mixed",
     "stop": f"pass a text, or a list of at most {MAX_STOPS}",
     "content": "pass a text, or a list of parts of type text",
+    "system": "pass a text, or a list of blocks of type text",
 }
 """Descriptions of fields that accept several types, for errors: pydantic has an error for each type it tried."""
 
@@ -51,6 +52,8 @@ class Asked(NamedTuple):
 
     prompts: list[Prompt]
     echoes: Sequence[str] = ()
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    """Messages to keep with the reply, for requests that go on with it."""
 
 
 class StreamOptions(BaseModel):
@@ -98,6 +101,8 @@ class _SampledRequest(BaseModel):
         None, description="Write hidden states of these layers to a file; the reply has its path. true: the default's."
     )
 
+    repeated: ClassVar[None] = None
+
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage piece."""
@@ -139,10 +144,10 @@ class _SampledRequest(BaseModel):
     def with_breakpoints(self, prompt: Prompt) -> Prompt:
         if not self.breakpoints:
             return prompt
-        return Prompt(prompt.ids, sorted({*prompt.breakpoints, *self.breakpoints}))
+        return Prompt(prompt.ids, sorted({*prompt.breakpoints, *self.breakpoints}), dict(prompt.lifetimes))
 
 
-class CompletionRequest(_SampledRequest):
+class CompletionRequest(_SampledRequest, CacheFields):
     """Body of `/v1/completions`."""
 
     source: ClassVar[str] = "prompt"
@@ -174,14 +179,15 @@ class CompletionRequest(_SampledRequest):
     def prepare(self, engine: Engine) -> Asked:
         texts = as_list(self.prompt)
         adds = self.add_special_tokens is not False
-        prompts = [self.with_breakpoints(engine.prepare(one, add_special_tokens=adds)) for one in texts]
+        plain = [self.with_breakpoints(engine.prepare(one, add_special_tokens=adds)) for one in texts]
+        prompts = [self.with_lifetimes(one) for one in plain]
         if not self.echo:
             return Asked(prompts)
         pairs = zip(texts, prompts, strict=True)
         return Asked(prompts, [text if isinstance(text, str) else engine.detokenize(p) for text, p in pairs])
 
 
-class ChatRequest(_SampledRequest, ChatPrompt):
+class ChatRequest(_SampledRequest, CacheFields, ChatPrompt):
     """Body of `/v1/chat/completions`."""
 
     num_prompts: ClassVar[int] = 1
@@ -199,7 +205,8 @@ class ChatRequest(_SampledRequest, ChatPrompt):
         return self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
     def prepare(self, engine: Engine) -> Asked:
-        return Asked([self.with_breakpoints(self.render(engine))])
+        prompt = self.with_breakpoints(self.render(engine, has_ends=self.has_ends))
+        return Asked([self.with_lifetimes(prompt)])
 
 
 def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:

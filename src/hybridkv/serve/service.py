@@ -15,25 +15,38 @@ from hybridkv.engine import Engine, Prompt, Result, SamplingParams
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.link.params import RemoteDecode
 from hybridkv.serve.access import caller_of
+from hybridkv.serve.anthropic_format import MessagesDialect
+from hybridkv.serve.anthropic_requests import CountRequest, MessagesRequest
 from hybridkv.serve.clients import Clients
-from hybridkv.serve.failures import TooLongError, UnknownModelError, error_body, status_of
+from hybridkv.serve.conversations import Conversations
+from hybridkv.serve.failures import TEXT_PATHS, TooLongError, UnknownModelError
 from hybridkv.serve.hidden_states import HiddenStates
 from hybridkv.serve.history import Entry, History, PromptEntry
 from hybridkv.serve.jobs import Admission, PromptBatch, while_connected
 from hybridkv.serve.metrics import Metrics
-from hybridkv.serve.openai_format import ChatDialect, CompletionDialect, ReplyFormat
+from hybridkv.serve.openai_format import ChatDialect, CompletionDialect
 from hybridkv.serve.replies import ModelCard
+from hybridkv.serve.reply_format import ReplyFormat
 from hybridkv.serve.requests import ChatRequest, CompletionRequest
-from hybridkv.serve.streams import DONE, EventStream, data_event
+from hybridkv.serve.responses_format import ResponsesDialect
+from hybridkv.serve.responses_requests import ResponsesRequest
+from hybridkv.serve.streams import EventStream
 from hybridkv.serve.token_requests import DetokenizeRequest, TokenizeChat, TokenizeText
 from hybridkv.serve.token_texts import TokenTexts
 from hybridkv.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
-AnyRequest = CompletionRequest | ChatRequest
+AnyTokenRequest = TokenizeText | TokenizeChat | DetokenizeRequest | CountRequest
+AnyRequest = CompletionRequest | ChatRequest | MessagesRequest | ResponsesRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+_DIALECTS: dict[type[AnyRequest], type[ReplyFormat]] = {
+    CompletionRequest: CompletionDialect,
+    ChatRequest: ChatDialect,
+    MessagesRequest: MessagesDialect,
+    ResponsesRequest: ResponsesDialect,
+}
 _LAYERS = "hidden_states.layers"
 """What requests call the engine's `hidden_layers`."""
 
@@ -58,6 +71,7 @@ class Service:
         self.clients = clients
         self.hidden_states = hidden_states
         self.history = history
+        self.conversations = Conversations()
         self.metrics = Metrics(engine, self.admission, hidden_states.folder)
         self.texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
@@ -92,13 +106,15 @@ class Service:
 
     def end(self, path: str, outcome: str, state: Mapping[str, Any]) -> None:
         """Count a finished request. Called for every path."""
-        if path in (COMPLETIONS, CHAT):
+        if path in TEXT_PATHS:
             self.metrics.ended(outcome)
         if "reply_id" in state:
             self.history.end(state["reply_id"], outcome)
 
-    async def answer_tokens(self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest) -> Response:
-        """Tokenize or detokenize. The tokenizing thread also serializes the reply, since it may be long."""
+    async def answer_tokens(
+        self, request: Request, body: TokenizeText | TokenizeChat | DetokenizeRequest | CountRequest
+    ) -> Response:
+        """Tokenize, count or detokenize. The tokenizing thread also serializes the reply, since it may be long."""
         self.adapter_of(body.model)
         content = await self._tokenized(request, lambda engine: body.reply(engine).model_dump_json(), body.source)
         return Response(content, media_type="application/json")
@@ -116,30 +132,44 @@ class Service:
     async def answer(self, request: Request, body: AnyRequest) -> Response:
         """A reply, or a stream that has not started yet."""
         adapter = self.adapter_of(body.model)
-        params = self.hidden_states.params(body, body.params())
+        params = body.params()
+        if isinstance(body, (CompletionRequest, ChatRequest)):
+            params = self.hidden_states.params(body, params)
         self._check_transfer(body)
-        ticket = self.admission.enter(self.clients.client_of(request), body.num_prompts, params.n)
+        client = self.clients.client_of(request)
+        if isinstance(body, ResponsesRequest) and body.previous_response_id is not None:
+            body.go_on_with(self.conversations.find(body.previous_response_id, client))
+        ticket = self.admission.enter(client, body.num_prompts, params.n)
         try:
             asked = await self._tokenized(request, body.prepare, body.source)
             for prompt in asked.prompts:
                 self._check(prompt, params, body.source)
-            speak = ChatDialect if isinstance(body, ChatRequest) else CompletionDialect
-            ids = [prompt.token_ids for prompt in asked.prompts] if body.return_token_ids else None
-            model_name = self.model_name if adapter is None else adapter
-            reply_format = speak(model_name, self.texts, n=params.n, prompt_ids=ids, echoes=asked.echoes)
+            reply_format = _DIALECTS[type(body)](
+                self.model_name if adapter is None else adapter,
+                self.texts,
+                n=params.n,
+                prompts=asked.prompts,
+                block_tokens=self.engine.plan.options.block_tokens,
+                with_ids=bool(body.return_token_ids),
+                echoes=asked.echoes,
+                repeated=body.repeated,
+            )
             salt, transfer = body.cache_salt or "", body.kv_transfer_params
-            batch = PromptBatch(reply_format.id, asked.prompts, params, salt, ticket, transfer, adapter)
-            self._begin(request, batch)
+            batch = PromptBatch(
+                reply_format.id, asked.prompts, params, salt, ticket, transfer, adapter, asked.conversation
+            )
+            self._begin(request, batch, body.prompt_cache_key)
             if body.stream:
-                return EventStream(self._events(request, batch, reply_format, body.wants_usage), on_end=ticket.end)
+                events = self._events(request, batch, reply_format, body.wants_usage)
+                return EventStream(events, on_end=ticket.end, on_stop=reply_format.failure)
             results, written = await while_connected(request.receive, self._results(batch))
         except BaseException:
             ticket.end()
             raise
-        self._note(request, results)
+        self._note(request, batch, results)
         return Response(reply_format.whole(results, written).model_dump_json(), media_type="application/json")
 
-    def _begin(self, request: Request, batch: PromptBatch) -> None:
+    def _begin(self, request: Request, batch: PromptBatch, cache_key: str | None) -> None:
         """Put a request into the history. The middleware tells its end."""
         request.state.reply_id = batch.id
         entry = Entry(
@@ -150,6 +180,7 @@ class Service:
             self.model_name if batch.adapter is None else batch.adapter,
             sum(prompt.num_tokens for prompt in batch.prompts),
             [PromptEntry() for _ in batch.prompts],
+            cache_key,
         )
         self.history.begin(entry)
 
@@ -195,19 +226,23 @@ class Service:
                     if update.finish_reason not in (None, "stop", "length"):
                         continue  # sent below, once its error is known
                     for piece in reply_format.pieces(number, update):
-                        yield data_event(piece.model_dump_json())
+                        yield reply_format.event(piece)
             ordered = [results[number] for number in sorted(results)]
-            self._note(request, ordered)
+            self._note(request, batch, ordered)
             reply_format.choices(ordered)
-            if wants_usage:
-                yield data_event(reply_format.usage_piece(ordered).model_dump_json())
+            for piece in reply_format.last_pieces(ordered, wants_usage=wants_usage):
+                yield reply_format.event(piece)
         except HybridKVError as error:
             request.state.outcome = "failed"
-            yield data_event(error_body(status_of(error), str(error)))
-        yield DONE
+            yield reply_format.failure(error)
+            return
+        yield reply_format.last_event
 
-    def _note(self, request: Request, results: Sequence[Result]) -> None:
-        """Record results for metrics and the log."""
+    def _note(self, request: Request, batch: PromptBatch, results: Sequence[Result]) -> None:
+        """Record results for metrics, the log, and requests that go on with them."""
+        if batch.conversation is not None and results[0].finish_reason in ("stop", "length"):
+            reply = {"role": "assistant", "content": results[0].text}
+            self.conversations.keep(batch.id, batch.ticket.client, [*batch.conversation, reply])
         self.metrics.finished(results)
         request.state.facts = {
             "prompt_tokens": sum(len(result.prompt_token_ids) for result in results),

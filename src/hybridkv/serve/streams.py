@@ -8,7 +8,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridkv.serve.failures import error_body, status_of
+from hybridkv.errors import HybridKVError
 from hybridkv.serve.jobs import ClientGone, StoppingError, while_connected
 
 
@@ -27,14 +27,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], on_end: Callable[[], None], last_event: bytes | None = DONE
+        self,
+        events: AsyncGenerator[bytes],
+        on_end: Callable[[], None],
+        on_stop: Callable[[HybridKVError], bytes] | None = None,
     ) -> None:
-        """`events`: as they are sent. `last_event`: follows the error of a server that stops; None: neither is sent."""
+        """`events`: as they are sent. `on_stop`: returns what is sent last by a server that stops; None: nothing is."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
-        self._last_event = last_event
+        self._on_stop = on_stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -43,9 +46,8 @@ class EventStream(Response):
                 await while_connected(receive, self._send_all(send))
             except StoppingError as error:
                 scope["state"]["outcome"] = "stopped"
-                if self._last_event is not None:
-                    await _send_event(send, data_event(error_body(status_of(error), str(error))))
-                    await _send_event(send, self._last_event)
+                if self._on_stop is not None:
+                    await _send_event(send, self._on_stop(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGone, OSError):
             scope["state"]["outcome"] = "disconnected"

@@ -15,6 +15,7 @@ from hybridkv.cache.arena.pages import NULL_PAGE
 from hybridkv.cache.index.tree import Checkpoint, Index, Node
 from hybridkv.cache.retention.eviction import EvictionQueue
 from hybridkv.cache.retention.history import History, Lineage
+from hybridkv.cache.retention.lifetimes import Lifetimes
 from hybridkv.cache.retention.policy import KIND_NAMES, EvictionPolicy, Kind
 from hybridkv.cache.stats import CacheStats, Events
 
@@ -37,7 +38,7 @@ class PrefixCache:
         self.block_tokens = layout.block_tokens
         self.needs_checkpoints = layout.needs_checkpoints
         self.index = Index(layout.block_tokens, len(layout.token_groups))
-        self.queue = EvictionQueue(layout, eviction)
+        self.queue = EvictionQueue(layout, eviction, Lifetimes(layout.num_bytes, seconds))
         self.history = History(self.queue, layout.block_tokens, seconds)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -91,6 +92,7 @@ class PrefixCache:
         self.index.changed()
         checkpoint.node = None
         self.queue.withdraw(checkpoint)
+        self.queue.forget_lifetime(checkpoint)
         block = checkpoint.position // self.block_tokens
         for group in self.groups.local:
             first = self.groups.first_visible_block(group, checkpoint.position)

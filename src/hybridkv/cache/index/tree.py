@@ -54,6 +54,8 @@ class Checkpoint:
         "tail_tokens",
         "ticket",
         "turn",
+        "wanted_by",
+        "wanted_until",
     )
 
     def __init__(
@@ -86,6 +88,10 @@ class Checkpoint:
         """Its rating in the eviction queue; None if it is not queued."""
         self.ticket = 0
         """Number of its entry in the eviction queue."""
+        self.wanted_until = 0.0
+        """When its lifetime ends: see `Lifetimes`. 0: it has none."""
+        self.wanted_by = ""
+        """The client that gave it a lifetime."""
 
 
 class Node:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hybridkv.cache.index.leaders import Match
 from hybridkv.cache.index.prefix_cache import PrefixCache
+from hybridkv.cache.inspection.breakpoints import BreakpointAccount, account_for
 from hybridkv.cache.inspection.explanation import Evicted, Explainer, Explanation
 from hybridkv.cache.inspection.memory_map import MemoryMap, memory_map
 from hybridkv.cache.inspection.prefix_tree import PrefixTree, find_block, prefix_tree, resumable_prefixes, tokens_up_to
@@ -44,6 +47,10 @@ class Inspector:
     def evicted(self, lease: Lease) -> Evicted | None:
         """The deepest evicted item whose blocks a request has computed again."""
         return self._explainer.evicted(lease.lineage.recalled)
+
+    def breakpoints(self, lease: Lease, positions: Iterable[int], cached_tokens: int) -> list[BreakpointAccount]:
+        """What became of the breakpoints of a request that is about to give up its lease."""
+        return account_for(self._prefixes, lease, positions, cached_tokens)
 
     def memory_map(self, max_cells: int = _MOST_CELLS, num_evictions: int = 16) -> MemoryMap:
         return memory_map(self._prefixes, self._placement.running, max_cells, num_evictions)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace, nsmallest
 from itertools import islice
 
 from hybridkv.cache.index.tree import Checkpoint, Node
 from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.retention.lifetimes import Lifetimes, weighted
 from hybridkv.cache.retention.policy import Candidate, EvictionPolicy, Kind, Numbers, Rating
 
 Item = Node | Checkpoint
@@ -75,7 +76,8 @@ class EvictionQueue:
     in use. Blocks that no checkpoint needs are *bare*: no request can resume from them, so they are evicted first.
     """
 
-    def __init__(self, layout: CacheLayout, policy: EvictionPolicy) -> None:
+    def __init__(self, layout: CacheLayout, policy: EvictionPolicy, lifetimes: Lifetimes | None = None) -> None:
+        """`lifetimes`: of checkpoints; None: they have none."""
         self.policy = policy
         self._block_tokens = layout.block_tokens
         self._checkpoint_bytes = layout.checkpoint_bytes
@@ -83,6 +85,9 @@ class EvictionQueue:
         self._lanes: dict[Numbers, _Lane] = {}
         self._spare_lanes: dict[Numbers, _Lane] = {}
         """Lanes of items that go before all others."""
+        self._wanted_lanes: dict[Numbers, _Lane] = {}
+        """Lanes of checkpoints that have a lifetime."""
+        self._lifetimes = lifetimes
         self._bare: OrderedDict[Node, None] = OrderedDict()
         self._next_ticket = 1
         self._known_oldest_age = 0
@@ -92,7 +97,11 @@ class EvictionQueue:
         self._num_declined = 0
 
     def __len__(self) -> int:
-        return len(self._bare) + self.num_spare + sum(lane.num_filed for lane in self._lanes.values())
+        return len(self._bare) + sum(lane.num_filed for lanes in self._all_lanes for lane in lanes.values())
+
+    @property
+    def _all_lanes(self) -> tuple[dict[Numbers, _Lane], ...]:
+        return self._spare_lanes, self._lanes, self._wanted_lanes
 
     @property
     def num_spare(self) -> int:
@@ -108,18 +117,44 @@ class EvictionQueue:
         self.withdraw(item)
         item.rating, item.ticket = rating, self._next_ticket
         self._next_ticket += 1
-        lanes = self._spare_lanes if rating.is_spare else self._lanes
+        lanes = self._lanes_of(rating)
         lane = lanes.get(rating.lane)
         if lane is None:
             lane = lanes[rating.lane] = _Lane()
         lane.file(item)
         return rating
 
+    def _lanes_of(self, rating: Rating) -> dict[Numbers, _Lane]:
+        if rating.is_spare:
+            return self._spare_lanes
+        return self._wanted_lanes if rating.is_wanted else self._lanes
+
     def _rate(self, item: Item) -> Rating:
         rating = self.policy.rate(self.facts(item))
-        if isinstance(item, Checkpoint) and item.kind is Kind.FILL and not item.num_hits:
+        if not isinstance(item, Checkpoint):
+            return rating
+        if item.wanted_until:
+            return rating._replace(is_wanted=True)
+        if item.kind is Kind.FILL and not item.num_hits:
             return rating._replace(is_spare=True)
         return rating
+
+    def start_lifetime(self, checkpoint: Checkpoint, client: str, lifetime_s: float) -> None:
+        """Give a checkpoint a lifetime, or start it anew."""
+        assert self._lifetimes is not None
+        num_bytes = self.facts(checkpoint).num_bytes
+        self._offer_again([checkpoint, *self._lifetimes.start(checkpoint, client, lifetime_s, num_bytes)])
+
+    def forget_lifetime(self, checkpoint: Checkpoint) -> None:
+        """End the lifetime of a checkpoint that is removed, if it has one."""
+        if checkpoint.wanted_until and self._lifetimes is not None:
+            self._lifetimes.forget(checkpoint)
+
+    def _offer_again(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Lifetimes of these have begun or ended. Those that are not queued are in use."""
+        for checkpoint in checkpoints:
+            if checkpoint.rating is not None:
+                self.offer(checkpoint)
 
     def offer_bare(self, node: Node) -> None:
         """Add a node whose last blocks no checkpoint needs."""
@@ -127,7 +162,7 @@ class EvictionQueue:
 
     def withdraw(self, item: Item) -> None:
         if item.rating is not None:
-            lanes = self._spare_lanes if item.rating.is_spare else self._lanes
+            lanes = self._lanes_of(item.rating)
             lane = lanes[item.rating.lane]
             lane.num_filed -= 1
             if not lane.num_filed:
@@ -138,7 +173,9 @@ class EvictionQueue:
 
     def pop(self, now: int) -> tuple[Item, Rating | None] | None:
         """Remove and return the evictable item of least value, with its rating (None for a bare node)."""
-        popped = self.pop_spare(now) or self._pop(self._lanes, now)
+        if self._lifetimes is not None and self._wanted_lanes:
+            self._offer_again(self._lifetimes.take_ended())
+        popped = self.pop_spare(now) or self._pop((self._lanes, self._wanted_lanes), now)
         if popped is not None and popped[1] is not None and not popped[1].is_spare:
             value = self.policy.value(popped[1].lane, now - popped[0].last_used, self._oldest_age(now))
             self._price += (value - self._price) / _NUM_PRICES
@@ -161,10 +198,10 @@ class EvictionQueue:
             node, _ = self._bare.popitem(last=False)
             if not node.gone and _may_go(node):
                 return node, None
-        return self._pop(self._spare_lanes, now)
+        return self._pop((self._spare_lanes,), now)
 
-    def _pop(self, lanes: dict[Numbers, _Lane], now: int) -> tuple[Item, Rating | None] | None:
-        if not lanes:
+    def _pop(self, lanes: Sequence[dict[Numbers, _Lane]], now: int) -> tuple[Item, Rating | None] | None:
+        if not any(lanes):
             return None
         while (item := self._least(lanes, now)) is not None:
             if not _may_go(item):
@@ -186,12 +223,13 @@ class EvictionQueue:
         found: list[tuple[Item, float | None]] = [(node, None) for node in bare[:count]]
         oldest_age = self._oldest_age(now)
         rated: list[tuple[float, int, Item]] = []
-        for lanes in (self._spare_lanes, self._lanes):
+        for groups in ((self._spare_lanes,), (self._lanes, self._wanted_lanes)):
             rated.clear()
-            for key, lane in lanes.items():
-                for item in lane.first(count):
-                    if _may_go(item):
-                        rated.append((self.policy.value(key, now - item.last_used, oldest_age), item.ticket, item))
+            for lanes in groups:
+                for key, lane in lanes.items():
+                    for item in filter(_may_go, lane.first(count)):
+                        value = self.policy.value(key, now - item.last_used, oldest_age)
+                        rated.append((weighted(value, is_wanted=lanes is self._wanted_lanes), item.ticket, item))
             rated.sort(key=lambda one: one[:2])
             found += [(item, value) for value, _, item in rated]
         return found[:count]
@@ -200,34 +238,39 @@ class EvictionQueue:
         """The current value of an item; None if it is not queued."""
         if item.rating is None:
             return None
-        return self.policy.value(item.rating.lane, now - item.last_used, self._oldest_age(now))
+        value = self.policy.value(item.rating.lane, now - item.last_used, self._oldest_age(now))
+        return weighted(value, is_wanted=item.rating.is_wanted)
 
-    def _least(self, lanes: dict[Numbers, _Lane], now: int) -> Item | None:
+    def _least(self, lanes: Sequence[dict[Numbers, _Lane]], now: int) -> Item | None:
         """The item of least value among the oldest items of these lanes."""
         best: _Lane | None = None
+        least = 0.0
         oldest_age = self._oldest_age(now)
-        for key, lane in lanes.items():
-            lane.weigh(key, self.policy, now, oldest_age)
-            if best is None or lane.value < best.value:
-                best = lane
+        for some in lanes:
+            for key, lane in some.items():
+                lane.weigh(key, self.policy, now, oldest_age)
+                value = weighted(lane.value, is_wanted=some is self._wanted_lanes)
+                if best is None or value < least:
+                    best, least = lane, value
         return None if best is None else best.oldest()
 
     def _oldest_age(self, now: int) -> int:
         """Age of the oldest item in the queue, recomputed every `_WEIGH_EVERY` requests."""
         if now >= self._look_at:
-            ages = (now - item.last_used for lane in self._lanes.values() if (item := lane.oldest()) is not None)
+            lanes = (*self._lanes.values(), *self._wanted_lanes.values())
+            ages = (now - item.last_used for lane in lanes if (item := lane.oldest()) is not None)
             self._known_oldest_age, self._look_at = max(ages, default=0), now + _WEIGH_EVERY
         return self._known_oldest_age
 
     def check_integrity(self, candidates: Iterable[Item]) -> None:
         """Assert that all `candidates` (evictable items) are queued once, in the lane of their rating."""
         filed: Counter[Item] = Counter()
-        for is_spare, lanes in ((False, self._lanes), (True, self._spare_lanes)):
+        for lanes in self._all_lanes:
             for key, lane in lanes.items():
                 items = lane.filed()
                 assert len(items) == lane.num_filed > 0
                 ratings = [item.rating for item in items]
-                assert all(rating and (rating.lane, rating.is_spare) == (key, is_spare) for rating in ratings)
+                assert all(rating and rating.lane == key and self._lanes_of(rating) is lanes for rating in ratings)
                 assert not any(item.gone if isinstance(item, Node) else item.node is None for item in items)
                 filed.update(items)
         assert all(count == 1 for count in filed.values())
@@ -262,7 +305,7 @@ def is_superseded(checkpoint: Checkpoint) -> bool:
 
 
 def _is_same_lane(before: Rating, rating: Rating) -> bool:
-    return before.lane == rating.lane and before.is_spare == rating.is_spare
+    return before.lane == rating.lane and before[2:] == rating[2:]
 
 
 def _may_go(item: Item) -> bool:

@@ -90,6 +90,8 @@ class Rating(NamedTuple):
     """Candidates of one cohort have the same predicted reuse. Empty for policies that do not learn."""
     is_spare: bool = False
     """It is evicted before all others: set by the queue, not by policies."""
+    is_wanted: bool = False
+    """It has a lifetime, which counts for it: set by the queue, too."""
 
 
 class EvictionPolicy(Protocol):

@@ -44,7 +44,7 @@ class InFlight:
 class CheckpointPlan:
     """Positions at which one request keeps checkpoints."""
 
-    __slots__ = ("ahead", "has_fill", "wanted")
+    __slots__ = ("ahead", "client", "has_fill", "lifetimes", "wanted")
 
     def __init__(self) -> None:
         self.wanted: dict[int, Kind] = {}
@@ -53,6 +53,10 @@ class CheckpointPlan:
         """The positions of `wanted` that are not computed yet, in order."""
         self.has_fill = False
         """Whether some of them only fill idle memory."""
+        self.lifetimes: dict[int, float] = {}
+        """Seconds for which the client would like to have them kept."""
+        self.client = ""
+        """The client."""
 
     def want(self, position: int, kind: Kind) -> None:
         """Add a position; any other reason replaces FILL. Call `restart` after the last one."""
@@ -72,6 +76,7 @@ class CheckpointPlan:
     def copy(self) -> CheckpointPlan:
         twin = CheckpointPlan()
         twin.wanted, twin.ahead, twin.has_fill = dict(self.wanted), list(self.ahead), self.has_fill
+        twin.lifetimes, twin.client = self.lifetimes, self.client
         return twin
 
 

@@ -196,6 +196,15 @@ class Placement:
             if not checkpoint.holds and checkpoint.node is not None:
                 self.prefixes.queue.offer(checkpoint)
 
+    def start_lifetimes(self, lease: Lease, start: int, end: int) -> None:
+        """Start the lifetimes of the checkpoints after `start` and up to `end` that the client gave one."""
+        for position, lifetime_s in lease.plan.lifetimes.items():
+            if start < position <= min(end, lease.leaf.end * self.block_tokens):
+                node = lease.leaf.at_block(position // self.block_tokens - 1)
+                checkpoint = node.checkpoint_at(position)
+                if checkpoint is not None:
+                    self.prefixes.queue.start_lifetime(checkpoint, lease.plan.client, lifetime_s)
+
     def keep_end(self, lease: Lease) -> None:
         """Keep a checkpoint at the lease's position, with its states and its partial block."""
         prefixes, pages, position = self.prefixes, lease.pages, lease.computed

@@ -56,6 +56,8 @@ class StepEnd:
                 self.prefixes.add_checkpoint(lease.leaf, lineage, checkpoint)
             else:
                 self.groups.drop_states(kept.states)
+        if lease.plan.lifetimes:
+            self.placement.start_lifetimes(lease, step.start, target)
         lease.plan.advance(target)
         if kept_positions and target >= pages.slide_at:
             self._slide(lease, target)

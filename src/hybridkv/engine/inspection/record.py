@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridkv.cache import Evicted, Explanation, Role
-from hybridkv.engine.inspection.why import Reason, reasons
+from hybridkv.cache import BreakpointAccount, Evicted, Explanation, Role
+from hybridkv.engine.inspection.why import Reason, breakpoint_warnings, reasons
 from hybridkv.engine.prompts import Ids
 from hybridkv.stream.times import LayerTime, RowTime
 
@@ -69,6 +69,8 @@ class RequestRecord:
     """Sum over all samples."""
     cached_tokens: int
     breakpoints: tuple[int, ...]
+    kept: tuple[BreakpointAccount, ...]
+    """What became of the breakpoints. Empty if it never started."""
     spans: tuple[Span, ...]
     """They cover the prompt."""
     lookup: Explanation | None
@@ -104,6 +106,11 @@ class RequestRecord:
         )
 
     @property
+    def warnings(self) -> list[str]:
+        """What was asked for and is not there, as sentences."""
+        return list(breakpoint_warnings(self.kept))
+
+    @property
     def by_source(self) -> dict[str, int]:
         """Tokens of the prompt by source."""
         counts = dict.fromkeys(("memory", "store", "engine", "computed"), 0)
@@ -121,6 +128,11 @@ class RequestRecord:
             "reply_tokens": self.reply_tokens,
             "cached_tokens": self.cached_tokens,
             "breakpoints": list(self.breakpoints),
+            "kept": [
+                {"position": one.position, "kept_at": one.kept_at, "outcome": str(one.outcome), "bytes": one.num_bytes}
+                for one in self.kept
+            ],
+            "warnings": self.warnings,
             "spans": [asdict(span) for span in self.spans],
             "lookup": None if self.lookup is None else self._lookup_json(self.lookup),
             "store": None if self.store is None else _store_json(self.store),

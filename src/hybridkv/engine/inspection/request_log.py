@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hybridkv.cache import Cache, Evicted, Explanation, Lease, Match
+from hybridkv.cache import BreakpointAccount, Cache, Evicted, Explanation, Lease, Match
 from hybridkv.engine.inspection.publishing import Publishing
 from hybridkv.engine.inspection.record import Moment, RequestRecord, Span, StoreAccount
 from hybridkv.stream import Load
@@ -26,6 +26,7 @@ class RequestLog:
     __slots__ = (
         "_arrived_at",
         "_began_s",
+        "_breakpoints",
         "_evicted",
         "_layers",
         "_loaded_to",
@@ -44,6 +45,7 @@ class RequestLog:
         self._lookup: Explanation | None = None
         self._looked_up_s = began_s
         self._evicted: Evicted | None = None
+        self._breakpoints: tuple[BreakpointAccount, ...] | None = None
         self._loaded_to = 0
         self.store = StoreAccount("not asked") if has_store else None
         self._moments: list[Moment] = [Moment(0.0, "queued")]
@@ -85,8 +87,11 @@ class RequestLog:
         what = "loads" if load.failure is None else "load failed"
         self._moments.append(Moment(load.began - self._began_s, what, load.start, end, load.seconds))
 
-    def ends(self, cache: Cache, lease: Lease) -> None:
+    def ends(self, cache: Cache, lease: Lease, request: Request) -> None:
         """A sample of the request is about to give up its lease."""
+        if self._breakpoints is None:
+            found = cache.inspector.breakpoints(lease, request.breakpoints, request.cached_tokens)
+            self._breakpoints = tuple(found)
         evicted = cache.inspector.evicted(lease)
         if evicted is not None and evicted.seconds_ago <= time.monotonic() - self._looked_up_s:
             return  # evicted since then: the request itself had computed it before it was preempted
@@ -105,6 +110,7 @@ class RequestLog:
             sum(len(sample.token_ids) for sample in request.samples),
             request.cached_tokens,
             request.breakpoints,
+            self._breakpoints or (),
             self._spans(request.prompt_tokens, request.cached_tokens, 0 if received is None else received.num_tokens),
             self._lookup,
             self._evicted_in(request.prompt_tokens),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.cache import Evicted, Explanation
+from hybridkv.cache import BreakpointAccount, Evicted, Explanation, Outcome
 from hybridkv.cache.index.resume import Missing
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def reasons(
         text = f"The request was preempted {times} for want of memory, and computed some tokens again."
         found.append(Reason("preempted", None, 0, text))
     return found
+
+
+def breakpoint_warnings(accounts: Sequence[BreakpointAccount]) -> Iterator[str]:
+    """Sentences about breakpoints at which nothing was kept, though their tokens were computed."""
+    lost = [account for account in accounts if account.outcome is Outcome.NO_ROOM]
+    if lost:
+        named, places = f"{len(lost)} of {len(accounts)} breakpoints", ", ".join(f"{one.kept_at:,}" for one in lost)
+        yield f"Memory had no room for {named} (at token {places}): name fewer, or give the cache more memory."
 
 
 def _about_memory(

@@ -43,7 +43,7 @@ function section(record, prompt, number) {
   if (prompt === null) return h("p", { class: "empty" }, "This prompt is still running.");
   return h("section", { class: "prompt" },
     record.prompts.length > 1 && h("h2", null, `Prompt ${number + 1}`),
-    why(prompt), numbers(prompt), spans(prompt), groups(prompt), evicted(prompt), store(prompt), events(prompt), transfer(prompt),
+    why(prompt), numbers(prompt), spans(prompt), breakpoints(prompt), groups(prompt), evicted(prompt), store(prompt), events(prompt), transfer(prompt),
     tokens(record, number, prompt));
 }
 
@@ -69,6 +69,16 @@ function spans(prompt) {
   return [h("h2", null, "Where the prompt came from"), promptBar(prompt, lookup),
     h("p", { class: "axis" }, h("span", null, "0"), h("span", null, count(prompt.prompt_tokens))),
     legend(bySource(prompt.spans)), markLegend(kinds.filter(Boolean))];
+}
+
+const FATES = { kept: "kept", cached: "cached before", too_early: "inside the first block", no_room: "no room in memory", not_reached: "not reached" };
+
+function breakpoints(prompt) {
+  if (prompt.kept.length === 0) return null;
+  const columns = [["at token", "num"], ["kept at", "num"], ["outcome", "wide"], ["bytes", "num"]];
+  return [h("h2", null, "Breakpoints"), prompt.warnings.map((text) => h("p", { class: "bad" }, text)),
+    table("Breakpoints", columns, prompt.kept.map((one) => [
+      count(one.position), count(one.kept_at), FATES[one.outcome] ?? one.outcome, one.bytes > 0 ? bytes(one.bytes) : "–"]))];
 }
 
 function runsBar(group, total) {
