@@ -451,6 +451,7 @@ class Cache:
     ) -> None:
         if not self._prefixes.needs_checkpoints:
             return
+        is_branch = parting is not None and resume.checkpoint is None and 0 < resume.position == resume.matched_tokens
         if parting is not None and breakpoints:
             parting = parting.after_breakpoints(breakpoints, self.block_tokens)
         places = self._placement.learn_parting(lease, parting)
@@ -468,12 +469,15 @@ class Cache:
             num_spare,
             store_room,
             places[num_likely:],
+            is_branch,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens
             if 0 < aligned <= lease.prompt_tokens:
                 lease.plan.want(aligned, kind)
         lease.plan.restart(lease.computed)
+        if resume.checkpoint is None and lease.computed in lease.plan.wanted:  # idle windows supplied this position
+            self._placement.keep_begin(lease)
 
     def _is_worth_keeping(self, lease: Lease, position: int) -> bool:
         """Whether a checkpoint at a likely place is worth more than what is evicted for it."""
