@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -448,17 +449,77 @@ def test_an_arena_of_many_slabs_has_enough_blocks_in_each(name: str) -> None:
     assert plan.arena_bytes > 0.999 * plan.options.memory_bytes
 
 
+def windowed(num_slabs: int, windows: Sequence[int], pages_per_slab: int = 8) -> Sim:
+    """A cache of full attention and windows, with the default policies."""
+    groups = [CacheGroup("full", Role.FULL, pages_per_slab)]
+    groups += [CacheGroup(f"window{size}", Role.LOCAL, pages_per_slab, sight=Sight(window=size)) for size in windows]
+    layout = CacheLayout.of(groups, block_tokens=16, num_slabs=num_slabs, kv_bytes_per_token=1)
+    return Sim(layout, checkpoint_policy=default_checkpoints(layout))
+
+
 @pytest.mark.parametrize("windows", [[256], [192, 640], [48]])
-def test_in_unused_memory_few_checkpoints_keep_all_blocks_of_windows(windows: list[int]) -> None:
+def test_idle_memory_keeps_all_blocks_of_windows(windows: list[int]) -> None:
     """Wherever another prompt leaves a known one, it resumes there; the blocks are kept, not the boundaries."""
-    groups = [CacheGroup("full", Role.FULL, 8)]
-    groups += [CacheGroup(f"window{size}", Role.LOCAL, 8, sight=Sight(window=size)) for size in windows]
-    layout = CacheLayout.of(groups, block_tokens=16, num_slabs=2000, kv_bytes_per_token=1)
-    cache = Sim(layout, checkpoint_policy=default_checkpoints(layout))
+    cache = windowed(2000, windows)
     prompt = tokens(2048)
     cache.serve(prompt)
-    apart = max(128, min(windows))
-    assert cache.cache.stats.checkpoints_kept <= 2048 // apart + 2
+    assert cache.cache.stats.kept_by_kind["fill"] == 0
     for shared in (16, 130, 700, 1333, 2040):
-        resumed = shared // 16 * 16 if min(windows) >= 128 else shared // 128 * 128
-        assert cache.cache.match([*prompt[:shared], *tokens(40, seed=1)]).num_tokens >= resumed
+        assert cache.cache.match([*prompt[:shared], *tokens(40, seed=1)]).num_tokens == shared // 16 * 16
+
+
+@pytest.mark.parametrize("shared", [300, 560, 1500])
+def test_the_first_sibling_hits_at_any_block(shared: int) -> None:
+    """Also if the prompt is computed in steps, which let blocks slide out of windows one after the other."""
+    for step in (4096, 64):
+        cache = windowed(2000, [512])
+        for number in range(4):
+            lease = cache.cache.begin([*tokens(shared), *tokens(60, seed=number + 1)])
+            assert lease.cached_tokens == (shared // 16 * 16 if number else 0)
+            while lease.computed < lease.num_tokens:
+                assert cache.compute(lease, min(step, lease.num_tokens - lease.computed))
+            cache.cache.release(lease)
+            cache.cache.check_integrity()
+        assert cache.cache.stats.kept_by_kind["branch"] == 1, "where the first sibling left the prompt"
+
+
+def test_idle_windows_deny_nothing_and_go_before_checkpoints() -> None:
+    """A prompt that needs all the room that no lease and no checkpoint has finds it, and nothing else is evicted."""
+    cache = windowed(33, [64], pages_per_slab=4)  # 32 slabs: 128 pages
+    cache.serve(tokens(640))  # 40 pages of full attention, 40 of the window: checkpoints need 13 of these
+    pool, stats = cache.cache._groups.arena.pools["window64"], cache.cache.stats
+    assert pool.num_idle == 27
+    kept = stats.checkpoints_kept
+    lease = cache.prompt(tokens(560, seed=1))  # 35 pages of each: 70, where 48 were free
+    assert stats.checkpoints_evicted == 0
+    assert stats.checkpoints_kept > kept
+    cache.cache.release(lease)
+    cache.cache.check_integrity()
+    assert cache.cache.match([*tokens(640), 1]).num_tokens == 640
+    big = cache.prompt(tokens(1000, seed=2))  # 63 pages of each: nearly all there is
+    assert stats.checkpoints_evicted > 0
+    cache.cache.release(big)
+    cache.cache.check_integrity()
+
+
+def test_the_end_of_idle_windows_goes_first() -> None:
+    """What is left of a prompt can be resumed: blocks go from its end, and not all of them."""
+    cache = windowed(33, [640], pages_per_slab=4)
+    first = tokens(640)
+    cache.serve(first)
+    cache.serve(tokens(448, seed=1))  # 56 pages, where 48 were free
+    assert cache.cache.stats.checkpoints_evicted > 0
+    assert 0 < cache.cache.match([*first, 1]).num_tokens < 640
+    cache.cache.check_integrity()
+
+
+def test_a_reuse_of_idle_windows_counts_as_one_of_the_evicted_checkpoint() -> None:
+    """The policy learns from it as if the blocks had been evicted, too."""
+    cache = windowed(33, [640], pages_per_slab=4)
+    cache.cache.release(cache.prompt(tokens(305)), keep=False)
+    while cache.cache.stats.checkpoints_evicted < cache.cache.stats.checkpoints_kept:
+        assert cache.cache._reclaimer.evict_least({})
+    lease = cache.prompt([*tokens(305), *tokens(40, seed=1)])
+    assert lease.cached_tokens == 304
+    assert lease.lineage.turn == 1
+    assert lease.lineage.has_recalled

@@ -72,6 +72,19 @@ def test_breakpoints_inside_a_prefill_and_siblings(family: str, device: str) -> 
     assert cached["other"] == 32
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama4"])
+def test_prompts_leave_another_one_at_any_block(family: str, device: str) -> None:
+    """Blocks that have slid out of a window or a chunk are still in idle memory."""
+    driver = Driver(build(family), device=device)
+    shared, size = prompt(150, 1), driver.cache.block_tokens
+    driver.add("first", shared)
+    driver.run()
+    for index, length in enumerate((133, 33, 70)):
+        driver.add(str(index), shared[:length] + prompt(30, 2 + index))
+        assert driver.run()[str(index)].cached_tokens == length // size * size
+    ends_well(driver)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_siblings_at_once_compute_their_prefix_once(family: str, device: str) -> None:
     shared = prompt(64, 1)

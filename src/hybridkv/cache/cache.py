@@ -456,6 +456,7 @@ class Cache:
     ) -> None:
         if not self._prefixes.needs_checkpoints:
             return
+        is_branch = parting is not None and resume.checkpoint is None and 0 < resume.position == resume.matched_tokens
         if parting is not None and breakpoints:
             parting = parting.after_breakpoints(breakpoints, self.block_tokens)
         places = self._placement.learn_parting(lease, parting)
@@ -473,12 +474,15 @@ class Cache:
             num_spare,
             store_room,
             places[num_likely:],
+            is_branch,
         )
         for position, kind in self._checkpoints.positions(facts):
             aligned = position // self.block_tokens * self.block_tokens
             if 0 < aligned <= lease.prompt_tokens:
                 lease.plan.want(aligned, kind)
         lease.plan.restart(lease.computed)
+        if resume.checkpoint is None and lease.computed in lease.plan.wanted:  # idle windows supplied this position
+            self._placement.keep_begin(lease)
 
     def _plan_lifetimes(self, lease: Lease, lifetimes: Sequence[tuple[int, float]], client: str) -> None:
         """Note the lifetimes of checkpoints, and start those of checkpoints that are there."""

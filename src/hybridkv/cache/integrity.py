@@ -57,11 +57,14 @@ class _Recount:
         for name, pool in self.groups.arena.pools.items():
             assert all(count == 1 for count in self.owned[name].values()), name
             more = {page: holds for page, holds in enumerate(pool.holds) if holds}
-            assert more == {page: n - 1 for page, n in self.local[name].items() if n > 1}, name
+            counted = {page: n - 1 for page, n in self.local[name].items() if n > 1}
+            idle = self.listed[name].keys() - self.local[name].keys()
+            assert more == counted | dict.fromkeys(idle, -1), name
+            assert pool.num_idle == len(idle), name
+            assert not idle or self.groups.keeps_idle, name
             assert self.owned[name].keys().isdisjoint(self.local[name])
-            assert self.listed[name].keys() <= self.local[name].keys(), name
             assert all(count == 1 for count in self.listed[name].values()), name
-        held = {name: self.owned[name] + self.local[name] for name in self.owned}
+        held = {name: self.owned[name] + (self.local[name] | self.listed[name]) for name in self.owned}
         self.groups.arena.check_integrity(held)
 
     def _node(self, node: Node) -> None:

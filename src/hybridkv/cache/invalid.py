@@ -91,7 +91,7 @@ class Invalid:
             self.prefixes.tidy(node)
             return
         if cut > node.start:
-            self.prefixes.index.split(node, cut - node.start)
+            self.prefixes.split(node, cut - node.start)
         self.prefixes.kill(node)
 
     def _first_bad_block(self, node: Node) -> int | None:

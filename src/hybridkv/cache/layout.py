@@ -105,6 +105,14 @@ class CacheLayout:
         return bool(self.state_groups) or any(group.role is Role.LOCAL for group in self.token_groups)
 
     @property
+    def keeps_idle_windows(self) -> bool:
+        """Whether blocks of local groups that no token sees any more stay until their room is needed.
+
+        With state groups they do not: a request resumes only from a checkpoint, which keeps its own windows.
+        """
+        return not self.state_groups and any(group.role is Role.LOCAL for group in self.token_groups)
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Maximum bytes that a checkpoint on a block boundary keeps, besides full-attention KV."""
         states = sum(group.page_bytes * group.pages_per_state for group in self.state_groups)

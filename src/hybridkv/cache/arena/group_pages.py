@@ -1,7 +1,9 @@
 """The pages of all groups: their pools, and reference counts of pages and states. Decides nothing about retention.
 
 A page of a full group or a tap has one owner: a node, or a lease before the page is published. A page of a local group
-has a reference count: the leases that see it and the checkpoints that need it. So has a state.
+has a reference count: the leases that see it and the checkpoints that need it. So has a state. Without references, a
+page of a local group is idle: its node keeps it until its room is needed. With state groups it is freed at once,
+because no request could resume from it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class GroupPages:
         self.taps: list[int] = []
         for group in self.local:
             self.token_pools[group].share_pages(layout.num_slabs)
+        self.keeps_idle = layout.keeps_idle_windows
+        """Whether pages of local groups stay in their nodes without references."""
         self._block_tokens = layout.block_tokens
         self._sights = [group.sight for group in layout.token_groups]
         self._local_sights = [layout.token_groups[group].sight for group in self.local]
@@ -97,6 +101,31 @@ class GroupPages:
             if not any(pages):
                 node.pages[group] = None
         return is_changed
+
+    def let_idle(self, leaf: Node, group: int, first: int, last: int) -> list[Node]:
+        """Drop a reference to each page of blocks [first, last) of the path to `leaf`. Returns nodes with idle pages:
+        those that have got some."""
+        pool = self.token_pools[group]
+        runs = _runs_upwards(leaf, group, first, last)
+        return [node for node, pages, start, end in runs if pool.let_idle(pages[start:end])]
+
+    def has_idle(self) -> bool:
+        """Whether some page of a local group is idle."""
+        return any(self.token_pools[group].num_idle for group in self.local)
+
+    def free_idle(self, node: Node, group: int, most: int) -> int:
+        """Free up to `most` idle pages of a node, from its end. Returns their number.
+
+        Call it through `PrefixCache`, which updates the index version.
+        """
+        pages, pool = node.pages[group], self.token_pools[group]
+        if not pages or not pool.num_idle:
+            return 0
+        freed = pool.take_idle(pages, most)
+        self.arena.give_back(pool, freed)
+        if freed and not any(pages):
+            node.pages[group] = None
+        return len(freed)
 
     def free_pages(self, group: int, pages: Pages) -> None:
         """Free pages that have no other holder. Null pages are skipped."""

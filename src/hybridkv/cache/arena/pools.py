@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.cache.arena.pages import MANY_PAGES, Pages, as_numbers, make_pages
+from hybridkv.cache.arena.pages import MANY_PAGES, NULL_PAGE, Pages, as_numbers, make_pages
 
 
 class PageHolder(Protocol):
@@ -55,7 +55,18 @@ class Slab:
 class Pool:
     """The slabs of pages of one size. Slabs with free pages are listed by their number, in powers of two."""
 
-    __slots__ = ("_made", "by_free", "holds", "name", "num_free", "pages_per_slab", "returned", "slabs", "spare")
+    __slots__ = (
+        "_made",
+        "by_free",
+        "holds",
+        "name",
+        "num_free",
+        "num_idle",
+        "pages_per_slab",
+        "returned",
+        "slabs",
+        "spare",
+    )
 
     def __init__(self, name: str, pages_per_slab: int) -> None:
         self.name = name
@@ -71,7 +82,10 @@ class Pool:
         """All slab objects of this pool, kept for reuse: slabs often change pools, and creating an object is slow."""
         self.by_free: list[dict[Slab, None]] = [{} for _ in range(pages_per_slab.bit_length() + 1)]
         self.holds = make_pages()
-        """By page: references beyond the first. Empty unless single pages are shared, as in local groups."""
+        """By page: references beyond the first; -1: the page is idle. Empty unless single pages are shared, as in
+        local groups."""
+        self.num_idle = 0
+        """Number of pages without references that stay where they are until their room is needed."""
 
     def slab_of(self, page: int) -> Slab:
         return self.slabs[page // self.pages_per_slab]
@@ -95,13 +109,45 @@ class Pool:
         self.holds = make_pages((0,)) * (num_slabs * self.pages_per_slab)
 
     def add_holds(self, pages: Pages) -> None:
-        """Add a reference to each of these pages, which must be distinct."""
+        """Add a reference to each of these pages, which must be distinct. Some may be idle."""
         holds = self.holds
         if len(pages) > MANY_PAGES:
-            as_numbers(holds)[as_numbers(pages)] += 1
+            numbers, many = as_numbers(pages), as_numbers(holds)
+            many[numbers] += 1
+            if self.num_idle:
+                self.num_idle -= len(numbers) - int(np.count_nonzero(many[numbers]))
             return
         for page in pages:
-            holds[page] += 1
+            left = holds[page] + 1
+            holds[page] = left
+            if not left:
+                self.num_idle -= 1
+
+    def let_idle(self, pages: Pages) -> bool:
+        """Drop a reference to each of these pages. Those without references become idle; True if there are any."""
+        holds, before = self.holds, self.num_idle
+        if len(pages) > MANY_PAGES:
+            numbers, many = as_numbers(pages), as_numbers(holds)
+            many[numbers] -= 1
+            self.num_idle += int(np.count_nonzero(many[numbers] < 0))
+        else:
+            for page in pages:
+                left = holds[page] - 1
+                holds[page] = left
+                if left < 0:
+                    self.num_idle += 1
+        return self.num_idle > before
+
+    def take_idle(self, pages: Pages, most: int) -> Pages:
+        """Remove up to `most` idle pages from the end of `pages`, where null pages take their places. They are no
+        longer idle; the caller frees them."""
+        numbers, holds = as_numbers(pages), as_numbers(self.holds)
+        places = np.flatnonzero(holds[numbers] < 0)[-most:]
+        taken, found = make_pages(), numbers[places]
+        taken.frombytes(found.tobytes())
+        holds[found], numbers[places] = 0, NULL_PAGE
+        self.num_idle -= len(taken)
+        return taken
 
     def drop_holds(self, pages: Pages) -> Pages:
         """Drop a reference to each of these pages. Returns the pages without references."""

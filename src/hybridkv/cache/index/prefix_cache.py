@@ -18,6 +18,7 @@ from hybridkv.cache.retention.history import History, Lineage
 from hybridkv.cache.retention.lifetimes import Lifetimes
 from hybridkv.cache.retention.policy import KIND_NAMES, EvictionPolicy, Kind
 from hybridkv.cache.stats import CacheStats, Events
+from hybridkv.sight import NEVER
 
 
 class PrefixCache:
@@ -102,10 +103,27 @@ class PrefixCache:
 
     def drop_local(self, leaf: Node, group: int, first: int, last: int) -> None:
         """Drop a reference to each page of a local group in blocks [first, last) of the path to `leaf`."""
-        if self.groups.drop_local(leaf, group, first, last):
+        if self.groups.keeps_idle and not leaf.dead:
+            for node in self.groups.let_idle(leaf, group, first, last):
+                self.queue.offer_bare(node)
+        elif self.groups.drop_local(leaf, group, first, last):
             self.index.changed()
 
+    def free_idle(self, node: Node, most: Callable[[int], int]) -> int:
+        """Free idle pages of a node, from its end. `most`: by group, at most how many. Returns the number of pages."""
+        freed = sum(self.groups.free_idle(node, group, most(group)) for group in self.groups.local)
+        if freed:
+            self.index.changed()
+        return freed
+
     # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Split `node` after `num_blocks`. Returns the new node before it."""
+        head = self.index.split(node, num_blocks)
+        if self.groups.keeps_idle and self.queue.is_bare(node):
+            self.queue.offer_bare(head)
+        return head
 
     def release_node(self, node: Node) -> None:
         """Drop a lease's reference to a node."""
@@ -122,14 +140,17 @@ class PrefixCache:
                     return
                 node = self._remove(node)
             elif len(node.children) == 1:
+                has_bare = self.queue.is_bare(node)
                 self.queue.withdraw(node)
-                self.index.absorb(node)
+                child = self.index.absorb(node)
+                if has_bare and self.groups.keeps_idle:
+                    self.queue.offer_bare(child)
                 return
             elif node.children:
                 return
             else:
                 parent = node.parent
-                if not self.groups.full:
+                if not self.groups.full and not self.groups.keeps_idle:
                     self._cut_after_last_checkpoint(node)
                 elif node.num_blocks:
                     self._offer_leaf(node)
@@ -160,6 +181,7 @@ class PrefixCache:
                 self.events.removed(dead.keys)
             dead.dead = True
             self.queue.withdraw(dead)
+            self.free_idle(dead, _all_pages)
         for dead in reversed(below):
             if not dead.refs and not dead.children:
                 self.tidy(dead)
@@ -191,6 +213,11 @@ class PrefixCache:
             if pages:
                 present = pages if group in self.groups.full else [page for page in pages if page != NULL_PAGE]
                 self.groups.arena.give_back(self.groups.token_pools[group], present)
+        for group in self.groups.local:
+            idle = lost[group]
+            if idle:  # all that is left of a window: no checkpoint and no lease needs these blocks
+                pool = self.groups.token_pools[group]
+                self.groups.arena.give_back(pool, pool.take_idle(idle, len(idle)))
 
     def free_taps(self, node: Node, groups: Iterable[int]) -> int:
         """Free the pages of these tapped layers of a node and of its checkpoints. Returns the number of pages."""
@@ -236,3 +263,8 @@ class PrefixCache:
         candidates: list[Node | Checkpoint] = [node for node in leaves if self.num_needed(node) < node.num_blocks]
         candidates += [checkpoint for node in alive for checkpoint in node.checkpoints if not checkpoint.holds]
         self.queue.check_integrity(candidates)
+
+
+def _all_pages(group: int) -> int:
+    """No limit to what is freed of a group."""
+    return NEVER

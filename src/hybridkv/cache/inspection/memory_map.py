@@ -87,8 +87,9 @@ def memory_map(prefixes: PrefixCache, running: Running, max_cells: int, num_evic
     pinned = running.transfer_slabs()
     cells = sorted({slab.index // per_cell for slab in pinned})
     first = prefixes.queue.first(num_evictions, prefixes.history.clock)
-    evictions = tuple(_described(prefixes, item, worth) for item, worth in first)
-    return MemoryMap(per_cell, tuple(uses), owners, used, cells, len(pinned), evictions)
+    evictions = [_described(prefixes, item, worth) for item, worth in first]
+    with_tokens = tuple(one for one in evictions if one.num_tokens)  # of the others, only windows are bare
+    return MemoryMap(per_cell, tuple(uses), owners, used, cells, len(pinned), with_tokens)
 
 
 def _described(prefixes: PrefixCache, item: Item, worth: float | None) -> NextEviction:

@@ -73,7 +73,8 @@ class EvictionQueue:
     """Evictable items in lanes: checkpoints, or nodes for layouts that need no checkpoints.
 
     An item that turns out to be in use when `pop` reaches it is removed, and must be offered again when it is no longer
-    in use. Blocks that no checkpoint needs are *bare*: no request can resume from them, so they are evicted first.
+    in use. Blocks that no checkpoint needs are *bare*: no request can resume from them, or only while the blocks of its
+    windows stay in idle memory, so they are evicted first.
     """
 
     def __init__(self, layout: CacheLayout, policy: EvictionPolicy, lifetimes: Lifetimes | None = None) -> None:
@@ -81,6 +82,7 @@ class EvictionQueue:
         self.policy = policy
         self._block_tokens = layout.block_tokens
         self._checkpoint_bytes = layout.checkpoint_bytes
+        self._keeps_idle = layout.keeps_idle_windows
         self._block_bytes = sum(group.page_bytes for group in layout.token_groups if group.role is Role.FULL)
         self._lanes: dict[Numbers, _Lane] = {}
         self._spare_lanes: dict[Numbers, _Lane] = {}
@@ -156,9 +158,14 @@ class EvictionQueue:
             if checkpoint.rating is not None:
                 self.offer(checkpoint)
 
-    def offer_bare(self, node: Node) -> None:
-        """Add a node whose last blocks no checkpoint needs."""
+    def offer_bare(self, node: Node, *, is_next: bool = False) -> None:
+        """Add a node with bare blocks: its last ones, or blocks of windows that are idle. `is_next`: it goes first."""
         self._bare[node] = None
+        self._bare.move_to_end(node, last=not is_next)
+
+    def is_bare(self, node: Node) -> bool:
+        """Whether the node is queued because of bare blocks. It may have none any more."""
+        return node in self._bare
 
     def withdraw(self, item: Item) -> None:
         if item.rating is not None:
@@ -193,10 +200,13 @@ class EvictionQueue:
         return Candidate(kind, True, turn, new_tokens, 0, start, end, self._checkpoint_bytes)
 
     def pop_spare(self, now: int) -> tuple[Item, Rating | None] | None:
-        """Remove and return an item that goes before all others, with its rating: a bare node, or else a spare item."""
+        """Remove and return an item that goes before all others, with its rating: a bare node, or else a spare item.
+
+        A bare node may be in use: then only its idle windows can go. It may have none any more.
+        """
         while self._bare:
             node, _ = self._bare.popitem(last=False)
-            if not node.gone and _may_go(node):
+            if not node.gone and (self._keeps_idle or may_go(node)):
                 return node, None
         return self._pop((self._spare_lanes,), now)
 
@@ -204,7 +214,7 @@ class EvictionQueue:
         if not any(lanes):
             return None
         while (item := self._least(lanes, now)) is not None:
-            if not _may_go(item):
+            if not may_go(item):
                 self.withdraw(item)
                 continue
             before, rating = item.rating, self._rate(item)
@@ -219,7 +229,7 @@ class EvictionQueue:
 
         Items in use are left out. The order is as of now: each eviction may change it.
         """
-        bare = [node for node in islice(self._bare, _MOST_LOOKED_AT) if not node.gone and _may_go(node)]
+        bare = [node for node in islice(self._bare, _MOST_LOOKED_AT) if not node.gone and may_go(node)]
         found: list[tuple[Item, float | None]] = [(node, None) for node in bare[:count]]
         oldest_age = self._oldest_age(now)
         rated: list[tuple[float, int, Item]] = []
@@ -227,7 +237,7 @@ class EvictionQueue:
             rated.clear()
             for lanes in groups:
                 for key, lane in lanes.items():
-                    for item in filter(_may_go, lane.first(count)):
+                    for item in filter(may_go, lane.first(count)):
                         value = self.policy.value(key, now - item.last_used, oldest_age)
                         rated.append((weighted(value, is_wanted=lanes is self._wanted_lanes), item.ticket, item))
             rated.sort(key=lambda one: one[:2])
@@ -308,7 +318,8 @@ def _is_same_lane(before: Rating, rating: Rating) -> bool:
     return before.lane == rating.lane and before[2:] == rating[2:]
 
 
-def _may_go(item: Item) -> bool:
+def may_go(item: Item) -> bool:
+    """Whether an item is not in use, so that all of it can be evicted."""
     if isinstance(item, Checkpoint):
         return item.node is not None and not item.holds
     return not item.dead and not item.refs and not item.children and item.parent is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
-from hybridkv.cache.layout import CacheLayout, Role
+from hybridkv.cache.layout import CacheLayout
 from hybridkv.cache.retention.policy import (
     CheckpointPolicy,
     EvictionPolicy,
@@ -42,26 +42,10 @@ _FILL_TOKENS = 512
 With 512 tokens between them that is 1 to 3% of a prefill (docs/performance.md)."""
 _MOST_FILLS = 16
 """Most checkpoints of that grid in one prompt: in a long prompt, a denser grid would save little more."""
-_WINDOW_FILL_TOKENS = 128
-"""The same for layouts without states, whose checkpoints write nothing."""
 
 
 def default_checkpoints(layout: CacheLayout) -> CheckpointPolicy:
     """An affordable grid, and no checkpoint at a prompt end that closely follows a breakpoint of the caller."""
     grid = affordable_grid(layout.checkpoint_bytes, layout.kv_bytes_per_token)
-    most_fills = _MOST_FILLS if layout.state_groups else None  # windows cost no time: all their boundaries are kept
-    return PromptEndBranchesGrid(grid, grid // 16, _fill_grid(layout), most_fills)
-
-
-def _fill_grid(layout: CacheLayout) -> int:
-    """The densest grid in idle memory.
-
-    If all local groups have windows and there are no states, checkpoints one window apart already keep all blocks, and
-    a request can resume at any block boundary.
-    """
-    if layout.state_groups:
-        return _FILL_TOKENS
-    windows = [group.sight.window for group in layout.token_groups if group.role is Role.LOCAL]
-    if any(window is None for window in windows):
-        return _WINDOW_FILL_TOKENS
-    return max(_WINDOW_FILL_TOKENS, min((window or 0 for window in windows), default=0))
+    fill_tokens = _FILL_TOKENS if layout.state_groups else None  # all blocks of windows stay in idle memory
+    return PromptEndBranchesGrid(grid, grid // 16, fill_tokens, _MOST_FILLS)

@@ -50,6 +50,8 @@ class PromptFacts(NamedTuple):
     """Number of checkpoints that would fill idle room of a store."""
     less_likely: tuple[int, ...] = ()
     """More such positions, which are worth a checkpoint only in idle memory."""
+    is_branch: bool = False
+    """It resumes at `matched_tokens` without a checkpoint, and earlier prompts go on there."""
 
 
 class CheckpointPolicy(Protocol):
@@ -187,7 +189,7 @@ class PromptEndBranchesGrid:
         end = (facts.prompt_tokens - 1) // facts.block_tokens * facts.block_tokens
         named = max((p for p in facts.breakpoints if p < facts.prompt_tokens), default=0)
         yield named if named > 0 and end - named <= self.near_tokens else end, Kind.END
-        if facts.matched_tokens > facts.cached_tokens:
+        if facts.matched_tokens > facts.cached_tokens or facts.is_branch:
             yield facts.matched_tokens, Kind.BRANCH
         for position in facts.breakpoints:
             yield position, Kind.BREAKPOINT

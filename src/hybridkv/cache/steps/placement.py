@@ -87,8 +87,10 @@ class Placement:
             self._attach_checkpoint(lease, resume.checkpoint)
         if not prefixes.needs_checkpoints:
             prefixes.history.continued(lease.lineage, leaf, position)
-        elif resume.matched_tokens > position:
-            self._recall_matched(lease, path, block, resume.matched_tokens // self.block_tokens)
+        else:
+            first = block if resume.checkpoint is not None else self._last_kept_block(leaf)
+            if resume.matched_tokens > first * self.block_tokens:
+                self._recall_matched(lease, path, first, resume.matched_tokens // self.block_tokens)
         if lease.taps:
             prefixes.index.touch_taps(leaf)
         self.running.leases[lease.id] = lease
@@ -111,8 +113,16 @@ class Placement:
             pages.tail = checkpoint
             checkpoint.holds += 1
 
+    def _last_kept_block(self, leaf: Node) -> int:
+        """Number of blocks up to the last checkpoint on the path to `leaf`."""
+        position = next((node.checkpoints[-1].position for node in leaf.path() if node.checkpoints), 0)
+        return position // self.block_tokens
+
     def _recall_matched(self, lease: Lease, path: Sequence[PathNode], first: int, last: int) -> None:
-        """Look up blocks [first, last), which matched without a usable checkpoint, in the eviction log."""
+        """Look up blocks [first, last), which matched without a usable checkpoint, in the eviction log.
+
+        Idle windows may supply some of them, as if nothing had been evicted.
+        """
         for node, _ in reversed(path):
             if node.parent is not None and node.start < last:
                 self.prefixes.history.recall(lease.lineage, node.keys[max(0, first - node.start) : last - node.start])
@@ -133,7 +143,7 @@ class Placement:
             return node
         if not self.prefixes.needs_checkpoints:
             self.prefixes.history.used_in_part(lease.lineage, node, block - node.start)
-        return self.prefixes.index.split(node, block - node.start)
+        return self.prefixes.split(node, block - node.start)
 
     def let_go(self, lease: Lease) -> None:
         """Drop all pages and references of the lease. It keeps its tokens."""
@@ -222,6 +232,11 @@ class Placement:
         if checkpoint.node is not None:
             checkpoint.node.hold_slabs(pages.slabs)
             pages.local_first = [block] * len(pages.tables)  # the checkpoint has taken over these references
+
+    def keep_begin(self, lease: Lease) -> None:
+        """Keep a checkpoint where a lease without states has begun: it costs no memory, for the lease has its pages."""
+        position = lease.computed
+        self.prefixes.add_checkpoint(lease.leaf, lease.lineage, Checkpoint(position, [], lease.plan.wanted[position]))
 
     def needs(
         self, lease: Lease, num_blocks: int, fresh: Sequence[bool], num_kept: int, unseen: Sequence[int] = ()

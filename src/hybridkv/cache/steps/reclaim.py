@@ -8,7 +8,7 @@ from hybridkv.cache.arena.compaction import Compactor
 from hybridkv.cache.arena.pools import Slab
 from hybridkv.cache.index.prefix_cache import PrefixCache
 from hybridkv.cache.index.tree import Checkpoint, Node
-from hybridkv.cache.retention.eviction import Item, is_superseded
+from hybridkv.cache.retention.eviction import Item, is_superseded, may_go
 from hybridkv.cache.retention.policy import Rating
 from hybridkv.cache.steps import footprint
 from hybridkv.cache.steps.footprint import Needs
@@ -47,6 +47,9 @@ class Reclaimer:
         self.stats = prefixes.stats
         layout = prefixes.groups.layout
         self._num_ahead = min(_EVICT_AHEAD, layout.num_slabs // 32)
+        # What goes before all others frees little, and costs no copies: several are evicted before the next look. Idle
+        # windows are evicted as needed: each page may serve a request.
+        self._num_spare_at_once = 1 if self.groups.keeps_idle else max(1, self._num_ahead)
         self._checkpoint_slabs = layout.checkpoint_slabs
 
     def num_spare_checkpoints(self) -> int:
@@ -55,6 +58,9 @@ class Reclaimer:
         What was freed by evictions ahead is not idle.
         """
         num_slabs = max(0, self.arena.num_free_slabs - 2 * self._num_ahead)
+        if self.groups.keeps_idle:
+            pools = {self.groups.token_pools[group] for group in self.groups.local}
+            num_slabs += sum(pool.num_idle // pool.pages_per_slab for pool in pools)
         free = int(num_slabs / self._checkpoint_slabs) if self._checkpoint_slabs else 0
         return self.prefixes.queue.num_spare + free
 
@@ -75,15 +81,14 @@ class Reclaimer:
             return self._no_room(set())
         pinned, num_evicted = Pinned(self.running), 0
         while not self.arena.fits(needs):
-            # What goes before all others frees little, and costs no copies: evict several before the next look.
-            if self._evict_spare(needs, max(1, self._num_ahead)) or self.compactor.compact(needs, pinned):
+            if self._evict_spare(needs, self._num_spare_at_once) or self.compactor.compact(needs, pinned):
                 continue
             if num_evicted == most_evictions or not self.evict_least(needs):
                 return self._no_room(pinned.refused)
             num_evicted += 1
         # Evict a few items ahead, so that most requests find room at once; not in small arenas, where each page counts,
-        # and nothing of value while there is idle memory.
-        if self.prefixes.queue.num_spare:
+        # and nothing of value while there is idle memory. Windows of an evicted checkpoint are idle memory.
+        if self.groups.keeps_idle or self.prefixes.queue.num_spare:
             self._evict_spare(needs, self._num_ahead)
         else:
             for _ in range(self._num_ahead):
@@ -141,8 +146,10 @@ class Reclaimer:
         self.prefixes.history.evicted(item, rating)
         if isinstance(item, Checkpoint):
             self.evict_checkpoint(item)
-        else:
+        elif may_go(item) and not (self.groups.keeps_idle and self.prefixes.num_needed(item) == item.num_blocks):
             self._evict_blocks(item, needs)
+        else:
+            self._evict_windows(item, needs)
 
     def _evict_taps(self) -> bool:
         """Evict tapped layers of one node: of the least recently used one that has some which no request uses now.
@@ -175,13 +182,15 @@ class Reclaimer:
     def _evict_blocks(self, node: Node, needs: Needs) -> None:
         """Evict one slab's worth of blocks from the end of `node`, or more if `needs` asks more of these pools."""
         prefixes = self.prefixes
-        pools = [self.groups.token_pools[group] for group in self.groups.full]
-        wanted = max(max(pool.pages_per_slab, needs.get(pool, 0)) for pool in pools)
+        wanted = max(self._num_wanted(group, needs) for group in self.groups.full or self.groups.local)
         kept = max(prefixes.num_needed(node), node.num_blocks - wanted)
         self.stats.blocks_evicted += node.num_blocks - kept
         parent, last_used = node.parent, node.last_used
         prefixes.free_blocks(node, kept)
-        if kept > prefixes.num_needed(node):
+        if self.groups.keeps_idle and kept:
+            if kept > prefixes.num_needed(node) or self.groups.has_idle():
+                prefixes.queue.offer_bare(node, is_next=True)
+        elif kept > prefixes.num_needed(node):
             if prefixes.needs_checkpoints:
                 prefixes.queue.offer_bare(node)
             else:
@@ -189,3 +198,16 @@ class Reclaimer:
         elif not kept and parent is not None:
             parent.last_used = max(parent.last_used, last_used)
             prefixes.tidy(parent)
+
+    def _evict_windows(self, node: Node, needs: Needs) -> None:
+        """Free idle pages at the end of `node`: one slab's worth of each local group, or more if `needs` asks more.
+
+        Block boundaries before them can still be resumed.
+        """
+        if self.prefixes.free_idle(node, lambda group: self._num_wanted(group, needs)) and self.groups.has_idle():
+            self.prefixes.queue.offer_bare(node, is_next=True)
+
+    def _num_wanted(self, group: int, needs: Needs) -> int:
+        """Number of pages of a group to evict at once. Where windows stay idle, only as many as are missing."""
+        pool = self.groups.token_pools[group]
+        return max(pool.pages_per_slab, needs.get(pool, 0) - (pool.num_free if self.groups.keeps_idle else 0))

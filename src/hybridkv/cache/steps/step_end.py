@@ -46,8 +46,8 @@ class StepEnd:
         if lineage.lessons or lineage.resumed_from is not None:
             self.prefixes.history.confirm(lineage)
         kept_positions = self._checkpoint_positions(step.kept, target) if step.kept else []
-        if target >= pages.slide_at:  # before publishing: most blocks of a long step are already out of the window
-            self._slide(lease, min(kept_positions, default=target))
+        if loaded and target >= pages.slide_at:  # before publishing: blocks out of a load's windows have no pages
+            self._slide(lease, step.loaded_to)
         if target // self.block_tokens > lease.leaf.end:
             self.publish(lease)
         for kept in reversed(step.kept):  # deepest first: it supersedes the others
@@ -59,7 +59,7 @@ class StepEnd:
         if lease.plan.lifetimes:
             self.placement.start_lifetimes(lease, step.start, target)
         lease.plan.advance(target)
-        if kept_positions and target >= pages.slide_at:
+        if target >= pages.slide_at:
             self._slide(lease, target)
         if loaded and target <= step.loaded_to and target < step.end:  # the content after `target` is not valid
             self._clear_blocks(lease, -(-target // self.block_tokens))
@@ -144,7 +144,7 @@ class StepEnd:
             most = min(child.num_blocks, end - leaf.end)
             same = common_blocks(child.tokens, lease.tokens, start, most, self.block_bytes)
             if same < child.num_blocks:
-                child = index.split(child, same)
+                child = prefixes.split(child, same)
             self._share(lease, child)
             leaf = self._move_to(lease, child)
         if leaf.end < end:
