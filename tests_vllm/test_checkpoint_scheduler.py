@@ -15,13 +15,13 @@ from checkpoints import FAMILIES, Family
 from engines import Engine, file_url, tokens, transfer_config
 from oracle import Oracle
 from shelves import forget
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 import hybridkv
 from hybridkv.engine import SamplingParams
 from hybridkv.integrations.vllm.checkpoint_scheduler import breakpoints_of, cut
 from hybridkv.store import Store, open_store
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 SCHEDULER = "hybridkv.integrations.vllm.checkpoint_scheduler.CheckpointScheduler"
 QWEN = FAMILIES["qwen3_next"]
