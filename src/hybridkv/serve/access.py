@@ -19,14 +19,14 @@ from starlette.requests import Request
 
 from hybridkv.errors import InputError, RequestError
 from hybridkv.serve.cors import CORS_PATHS
-from hybridkv.serve.failures import ForbiddenError, KeyNeededError
+from hybridkv.serve.failures import ForbiddenError, KeyNeededError, is_anthropic
 
 MONITORING = frozenset(("/health", "/metrics"))
 """Paths for monitoring: they need no key, and reveal nothing about requests."""
 PAGE = "/"
 PAGE_FILES = "/ui/"
 """Paths of the page: they need no key either, since a browser sends none before the page has asked for it."""
-KEY_NEEDED = "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+KEY_NEEDED = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
 _OPERATOR_NEEDED = "this is for the operator alone: start the server with --operator-key, and send that key"
 _NO_OPERATOR = "this server has no operator: start it with --operator-key, and send that as 'Authorization: Bearer KEY'"
 _NOT_FROM_HERE = (
@@ -105,11 +105,11 @@ class Access:
         """Whether the path needs no key in any case."""
         return path in MONITORING or (self._has_page and (path == PAGE or path.startswith(PAGE_FILES)))
 
-    def caller(self, headers: Headers) -> Caller:
-        """The caller, whether it may enter or not."""
+    def caller(self, headers: Headers, path: str = "") -> Caller:
+        """The caller, whether it may enter or not. `path`: Anthropic's endpoints take keys as its clients send them."""
         if not self.has_keys:
             return self._keyless(headers)
-        key = _key_in(headers)
+        key = _key_in(headers, path)
         given = self._digest(key or "")
         known = self._owners if self._operator is None else [self._operator, *self._owners]
         matches = [hmac.compare_digest(given, one) for one in known]  # compare all keys: constant time
@@ -181,10 +181,12 @@ def check_sites(allowed_hosts: Sequence[str], cors_origins: Sequence[str], *, ha
             )
 
 
-def _key_in(headers: Headers) -> str | None:
-    """The key that a caller sends, as OpenAI's clients do or else as Anthropic's do."""
+def _key_in(headers: Headers, path: str) -> str | None:
+    """The key that a caller sends, as OpenAI's clients do or, on Anthropic's endpoints, as its clients do."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key") if is_anthropic(path) else None
 
 
 def _host_name(host: str) -> str | None:

@@ -107,7 +107,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers, visit = Headers(scope=scope), _Visit(scope, send)
-        visit.state["caller"] = self._access.caller(headers)
+        visit.state["caller"] = self._access.caller(headers, visit.path)
         body = RequestBody(
             headers,
             receive,
