@@ -66,9 +66,9 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
 
 @pytest.mark.parametrize(("target", "runs"), [
     ("serve", ".venv/bin/hybridkv serve"),
-    ("test", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0"),
-    ("test-all", ".venv/bin/pytest -n auto --dist worksteal --timings"),
-    ("test-more", ".venv/bin/pytest -n auto --dist worksteal --timings --sample 0:0.7"),
+    ("test", ".venv/bin/pytest -n 3 --dist worksteal --timings --sample 0"),
+    ("test-all", ".venv/bin/pytest -n 3 --dist worksteal --timings"),
+    ("test-more", ".venv/bin/pytest -n 3 --dist worksteal --timings --sample 0:0.7"),
     ("test-gpu", "PYTHONPATH=.fla:$PYTHONPATH .venv-gpu/bin/python -m pytest -n auto --maxprocesses 8 --timings "
      "-m cuda tests/engine tests/kernels tests/memory tests/stream"),
     ("prove-form", "HYBRIDKV_FORMS=1000 .venv/bin/pytest -n auto tests/stream/test_form.py"),
@@ -88,6 +88,6 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
 def test_make_does_what_it_says(target: str, runs: str) -> None:
     """A target that is written twice is only warned of, and the last one counts."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    told = subprocess.run(["make", "-n", target], cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    told = subprocess.run(["make", "-n", target, "WORKERS=3"], cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
     assert told.stderr == ""
     assert told.stdout.strip().splitlines()[-1].strip() == runs

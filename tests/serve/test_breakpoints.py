@@ -86,7 +86,7 @@ def test_more_than_memory_holds_is_a_warning(checkpoint: Path) -> None:
     """The reply is the same, and the record says which breakpoints were kept."""
     texts = [f"{number}: {SYSTEM[:60]}" for number in range(8)]
     content = [{"type": "text", "text": text, "prompt_cache_breakpoint": {**EXPLICIT, "ttl": "12h"}} for text in texts]
-    with Engine(checkpoint, memory="384KiB", device="cpu") as small, serving(small) as tight:
+    with Engine(checkpoint, memory="240KiB", device="cpu") as small, serving(small) as tight:
         record = ask(tight, [{"role": "user", "content": content}], prompt_cache_options=EXPLICIT)
         metrics = tight.metrics()
         small.check_integrity()
