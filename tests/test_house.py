@@ -88,6 +88,8 @@ def test_the_core_and_the_command_line_start_without_torch() -> None:
 def test_make_does_what_it_says(target: str, runs: str) -> None:
     """A target that is written twice is only warned of, and the last one counts."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    told = subprocess.run(["make", "-n", target, "WORKERS=3"], cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["make", "-n", target, "WORKERS=3"], cwd=ROOT, env=alone, capture_output=True, text=True, check=True
+    )
     assert told.stderr == ""
     assert told.stdout.strip().splitlines()[-1].strip() == runs
