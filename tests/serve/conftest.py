@@ -39,6 +39,14 @@ def served(one_server: Served) -> Iterator[Served]:
 
 
 @pytest.fixture
+def recorded(engine: Engine) -> Iterator[Served]:
+    """A server of its own: an engine's records go to the server that was started last."""
+    with serving(engine) as served:
+        yield served
+        check_idle(served)
+
+
+@pytest.fixture
 def pace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
     pace = Pace(engine)
     monkeypatch.setattr(engine._core, "step", pace.step)

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybridkv import Engine
 from hybridkv.engine.results import Update
 from hybridkv.serve import ServeOptions, Server, make_app
+from hybridkv.serve.inspection_replies import RecordReply
 
 MODEL = "tiny"
 PATIENCE_S = 60.0
@@ -114,6 +115,24 @@ def eventually(holds: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def record(served: Served, name: str, *, prompts: int = 1) -> dict[str, Any]:
+    """A record as soon as it is whole: the reply may be a moment earlier."""
+    found: dict[str, Any] = {}
+
+    def is_whole() -> bool:
+        found.update(served.http.get(f"/v1/hybridkv/requests/{name}").json())
+        return found["outcome"] != "running" and None not in found["prompts"]
+
+    assert eventually(is_whole)
+    RecordReply.model_validate_json(json.dumps(found), strict=True)
+    assert len(found["prompts"]) == prompts
+    for one in found["prompts"]:
+        ends = [0, *(span["end"] for span in one["spans"])]
+        assert [span["start"] for span in one["spans"]] == ends[:-1]
+        assert ends[-1] == one["prompt_tokens"]
+    return found
 
 
 def check_idle(served: Served) -> None:

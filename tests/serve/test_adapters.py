@@ -13,7 +13,7 @@ from hybridkv.serve import ServeOptions, make_app
 from tests.engine.drive import GREEDY
 from tests.engine.lora import directories
 from tests.engine.zoo import fresh, prompt
-from tests.serve.serving import MODEL, Served, check_idle, error_of, eventually, serving
+from tests.serve.serving import MODEL, Served, check_idle, error_of, record, serving
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,8 @@ def test_the_model_of_a_request_names_its_adapter(adapted: Served) -> None:
 
 
 def check_record(served: Served, reply_id: str, model: str, adapter: str | None) -> None:
-    path = f"/v1/hybridkv/requests/{reply_id}"
-    assert eventually(lambda: served.http.get(path).json()["prompts"][0] is not None)
-    record = served.http.get(path).json()
-    assert (record["model"], record["prompts"][0]["adapter"]) == (model, adapter)
+    found = record(served, reply_id)
+    assert (found["model"], found["prompts"][0]["adapter"]) == (model, adapter)
 
 
 def test_pieces_of_a_stream_have_the_name_of_the_adapter(adapted: Served) -> None:

@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 
 from hybridkv import Engine
 from tests.chats.templates import CHATML_TOOLS
-from tests.serve.serving import MODEL, Served, serving
+from tests.serve.serving import MODEL, Served, record, serving
 
 MARK = {"type": "ephemeral"}
 SYSTEM = "The system keeps the pages that the next request will read. "
@@ -62,7 +62,8 @@ def test_langchain_sends_tools_and_their_results(agents: Served) -> None:
     call = AIMessage("", tool_calls=[{"name": "clock", "args": {"city": "Oslo"}, "id": "t1"}])
     reply = asked.invoke([HumanMessage("When?"), call, ToolMessage("Noon.", tool_call_id="t1"), HumanMessage("So?")])
     requests = agents.http.get("/v1/hybridkv/requests").json()["data"]
-    texts = agents.http.get(f"/v1/hybridkv/requests/{requests[0]['id']}/tokens").json()["texts"]
+    name = record(agents, requests[0]["id"])["id"]
+    texts = agents.http.get(f"/v1/hybridkv/requests/{name}/tokens").json()["texts"]
     prompt = "".join(texts)
     assert '"name": "clock"' in prompt
     assert '"arguments": {"city": "Oslo"}' in prompt

@@ -10,7 +10,7 @@ import pytest
 
 from hybridkv import SamplingParams
 from tests.chats.templates import CHATML_TOOLS
-from tests.serve.serving import MODEL, Client, Served, serving
+from tests.serve.serving import MODEL, Client, Served, record, serving
 
 SYSTEM = "The system keeps the pages that the next request will read. " * 3
 QUESTION: list[Any] = [{"role": "user", "content": "Who keeps the pages?"}]
@@ -23,6 +23,11 @@ WEATHER: dict[str, Any] = {
     "description": "The weather.",
     "input_schema": {"type": "object", "properties": {"city": {}}},
 }
+
+
+@pytest.fixture
+def served(recorded: Served) -> Served:
+    return recorded
 
 
 @pytest.fixture
@@ -99,8 +104,8 @@ def test_breakpoints_are_counted_as_they_are_kept(client: anthropic.Anthropic) -
 
 def test_named_breakpoints_take_the_place_of_those_after_messages(served: Served, client: anthropic.Anthropic) -> None:
     def breakpoints(system: Any, messages: list[Any], **named: Any) -> list[int]:
-        record = served.http.get(f"/v1/hybridkv/requests/{ask(client, messages, system=system, **named).id}").json()
-        return list(record["prompts"][0]["breakpoints"])
+        reply = ask(client, messages, system=system, **named)
+        return list(record(served, reply.id)["prompts"][0]["breakpoints"])
 
     def count(*parts: str) -> int:
         return len(served.engine.prepare("".join(parts)).token_ids)
@@ -132,10 +137,10 @@ def test_tools_and_their_results_are_rendered_by_the_template(served: Served, cl
         ]},
     ]  # fmt: skip
     reply = ask(client, messages, max_tokens=1, tools=[{**WEATHER, "cache_control": HOUR}, other])
-    record = served.http.get(f"/v1/hybridkv/requests/{reply.id}").json()["prompts"][0]
+    [found] = record(served, reply.id)["prompts"]
     tokens = served.http.get(f"/v1/hybridkv/requests/{reply.id}/tokens").json()["texts"]
     prompt = "".join(tokens)
-    tools, result = (("".join(tokens[:position])) for position in record["breakpoints"])
+    tools, result = (("".join(tokens[:position])) for position in found["breakpoints"])
     assert '"name": "get_weather", "arguments": {"city": "Oslo"}' in prompt
     assert tools.count('"type": "function"') in (1, 2)  # the next tool begins alike
     assert '"get_weather"' in tools

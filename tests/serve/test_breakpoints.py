@@ -10,18 +10,23 @@ import openai
 import pytest
 
 from hybridkv import Engine
-from tests.serve.serving import MODEL, Served, serving
+from tests.serve.serving import MODEL, Served, record, serving
 
 SYSTEM = "The system keeps the pages that the next request will read. " * 3
 EXPLICIT = {"mode": "explicit"}
+
+
+@pytest.fixture
+def served(recorded: Served) -> Served:
+    return recorded
 
 
 def ask(served: Served, messages: list[Any], **extra: Any) -> dict[str, Any]:
     """The record of a request."""
     sent: Any = {"model": MODEL, "messages": messages, "max_tokens": 2, "temperature": 0}
     reply = served.client.chat.completions.create(**sent, extra_body=extra)
-    record: dict[str, Any] = served.http.get(f"/v1/hybridkv/requests/{reply.id}").json()["prompts"][0]
-    return record
+    [one] = record(served, reply.id)["prompts"]
+    return dict(one)
 
 
 def parts(*texts: str, mark: Any = EXPLICIT) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,38 +10,17 @@ import pytest
 
 from hybridkv import Engine
 from hybridkv.serve.history import History
-from hybridkv.serve.inspection_replies import PrefixList, RecordList, RecordReply
+from hybridkv.serve.inspection_replies import PrefixList, RecordList
 from tests.engine.zoo import prompt
-from tests.serve.serving import Client, Pace, Served, check_idle, error_of, eventually, serving
+from tests.serve.serving import Client, Pace, Served, error_of, eventually, record, serving
 
 ROOT = "/v1/hybridkv"
 BLOCK = 16
 
 
 @pytest.fixture
-def served(engine: Engine) -> Iterator[Served]:
-    """A server of its own: an engine's records go to the server that was started last."""
-    with serving(engine) as served:
-        yield served
-        check_idle(served)
-
-
-def record(served: Served, name: str, *, prompts: int = 1) -> dict[str, Any]:
-    """A record as soon as it is whole: the reply may be a moment earlier."""
-    found: dict[str, Any] = {}
-
-    def is_whole() -> bool:
-        found.update(served.http.get(f"{ROOT}/requests/{name}").json())
-        return found["outcome"] != "running" and None not in found["prompts"]
-
-    assert eventually(is_whole)
-    RecordReply.model_validate_json(json.dumps(found), strict=True)
-    assert len(found["prompts"]) == prompts
-    for one in found["prompts"]:
-        ends = [0, *(span["end"] for span in one["spans"])]
-        assert [span["start"] for span in one["spans"]] == ends[:-1]
-        assert ends[-1] == one["prompt_tokens"]
-    return found
+def served(recorded: Served) -> Served:
+    return recorded
 
 
 def test_a_whole_reply(served: Served) -> None:
